@@ -34,11 +34,6 @@ def gpt2() -> nn.Module:
     return t.GPT2LMHeadModel(t.GPT2Config(**shape, use_cache=False))
 
 
-def plain_nanoseconds(search: _Search) -> int:
-    """Return the time of a plain step, as its memory was measured."""
-    return sum(search._spent[0].values())
-
-
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_no_mixture_that_fits_is_faster(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 2 % of a step's time, at three budgets and at the smallest that can be reached.
@@ -47,9 +42,10 @@ def test_no_mixture_that_fits_is_faster(make: Any, monkeypatch: pytest.MonkeyPat
     """
     figures: list[tuple[Steps, int, int]] = []
 
-    def noted(search: _Search, *measured: Any) -> Steps:
-        steps = summed(search, *measured)
-        figures.append((steps, search._step.resident(), plain_nanoseconds(search)))
+    def noted(search: _Search, measured: Any) -> Steps:
+        steps = summed(search, measured)
+        plain = sum(each.ns for each in measured[0])
+        figures.append((steps, search._step.resident(), plain))
         return steps
 
     summed = _Search._steps

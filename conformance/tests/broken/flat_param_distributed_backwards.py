@@ -14,15 +14,15 @@ def only_the_outer_backward_is_waited_for(part):
     """Reduces a unit's gradients without those from the backward inside a checkpoint."""
 
     def change(module, options):
-        unit = module._flat_param
-        working = unit._advance
+        schedule = module._flat_param.schedule
+        working = schedule._advance
 
-        def advance(state):
-            if state.has_grads and not state.freed:
-                unit.schedule.on_grads(unit)
-            working(state)
+        def advance(unit, state):
+            if state.begun and state.arrived >= state.expected and not state.freed:
+                schedule._on_grads(unit)
+            working(unit, state)
 
-        unit._advance = advance
+        schedule._advance = advance
         return module
 
     return with_sharded(part, change)

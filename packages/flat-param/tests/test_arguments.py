@@ -17,7 +17,6 @@ from flat_param import (
     ParameterError,
     ShardedModule,
     StateError,
-    full_state_dict,
     fully_shard,
 )
 
@@ -51,12 +50,13 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "mesh": ({"mesh": 2}, StateError, "mesh is 2, but it must be a DeviceMesh"),
     "init": ({"init_fn": "zeros"}, StateError, "init_fn is 'zeros', but it is called with each"),
-    "freeing": (
-        {"reshard_after_forward": "no"},
-        StateError,
-        "a unit is told 'no', but it is freed after forward, or a number of ranks keep it whole",
+    "freeing": ({"reshard_after_forward": "no"}, StateError, "got 'no'. Pass True or False."),
+    "ranks": ({"reshard_after_forward": 8}, StateError, "fewer ranks with a 2-D mesh"),
+    "ignored name": (
+        {"ignored_params": ["weight"]},
+        ParameterError,
+        "ignored_params has a str, but it must be a set of parameters",
     ),
-    "half a rank": ({"reshard_after_forward": 0.5}, StateError, "a unit is told 0.5, but it is"),
     "ignored": (
         {"ignored_params": nn.Parameter(torch.ones(2, 2))},
         ParameterError,
@@ -183,11 +183,3 @@ def test_gradients_of_sharded_parameters_are_not_handed_out() -> None:
     model = fully_shard(nn.Linear(3, 3))
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(model(torch.ones(2, 3)).sum(), list(model.parameters()))
-
-
-def test_what_has_no_groups_is_no_optimizer() -> None:
-    """Such as its name."""
-    with pytest.raises(
-        ParameterError, match="optimizer is of type str, but it must be an optimizer"
-    ):
-        full_state_dict(fully_shard(nn.Linear(2, 2)), optimizer="adam")  # type: ignore[arg-type]

@@ -68,15 +68,27 @@ class Counting(SGD):
         return super().step(closure)
 
 
-def test_optimizer_that_counts_in_its_groups_is_refused() -> None:
+class CountingItself(SGD):
+    """Keeps a count on itself."""
+
+    count = 1000
+
+    def step(self, closure: Any = None) -> Any:
+        """Step, and count it."""
+        self.count = self.count + 1
+        return super().step(closure)
+
+
+def test_optimizer_that_counts_is_refused() -> None:
     """Its count would be one of buckets."""
     text = (
-        "flat_param.offload_optimizer: OffloadedCounting changes 'count' of its parameter group "
-        "in a step, but it steps once per bucket. Use it as it is."
+        " changes 'count' of itself or of its parameter group in a step, but it steps once per "
+        "bucket. Use it as it is."
     )
-    optimizer = offload_optimizer(Counting(_params(2, 2), lr=1.0))
-    with pytest.raises(StateError, match=re.escape(text)):
-        optimizer.step()
+    for kind in (Counting, CountingItself):
+        optimizer = offload_optimizer(kind(_params(2, 2), lr=1.0))
+        with pytest.raises(StateError, match=re.escape(kind.__name__ + text)):
+            optimizer.step()
 
 
 def _in_use() -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import StateError, flatten, optimizer_state_by_position
+from flat_param import StateError, flatten
 
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.0, foreach=False),
@@ -73,7 +73,7 @@ def test_training_goes_on_over_chunks_and_back(name, numel):
     state = flat.optimizer_state(chunked)
     assert state["param_groups"][0]["params"] == named
     separate = OPTIMIZERS[name](p for p in again.parameters() if p.requires_grad)
-    separate.load_state_dict(optimizer_state_by_position(state))
+    separate.load_state_dict(state)
     train(plain, optimizer, 3)
     train(again, separate, 3)
     assert same_values(plain, again)

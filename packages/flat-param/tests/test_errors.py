@@ -139,14 +139,21 @@ def test_chunks_need_an_element(mlp):
         fp.flatten(mlp).chunks(0)
 
 
-def test_chunks_refuse_a_plan_of_other_sizes(mlp):
-    """Freezing a layer and moving the module would leave the optimizer with stale leaves."""
+def test_chunks_refuse_another_plan(mlp):
+    """The state of an optimizer would be of other elements; a new optimizer is needed."""
     flat = fp.flatten(mlp)
     leaves = flat.chunks(16)
     mlp[0].requires_grad_(False)
-    with pytest.raises(fp.StateError, match="segments changed, but chunks are in use"):
+    words = "segments changed, but chunks are in use"
+    with pytest.raises(fp.StateError, match=words):
         mlp.double()
     assert len(leaves) == 5
+    layer = nn.Conv2d(4, 4, 3)
+    optimizer = torch.optim.SGD(fp.flatten(layer).chunks(), momentum=0.9)
+    with pytest.raises(fp.StateError, match=words):
+        layer.to(memory_format=torch.channels_last)
+    with pytest.raises(fp.StateError, match=words):
+        optimizer.step()
 
 
 def _handle(**changes):
@@ -175,10 +182,6 @@ def test_the_handle_keeps_the_sentences_of_the_source(holder):
     with pytest.raises(ValueError, match="on the same device but got both cpu and meta"):
         fp.handle.FlatParamHandle(list(devices.parameters()), devices)
     handle = _handle()
-    with pytest.raises(ValueError, match="Expects non-empty `tensors`"):
-        handle.flatten_tensors([], 0)
-    with pytest.raises(ValueError, match="Expects non-negative `aligned_numel` but got -1"):
-        handle.flatten_tensors([torch.ones(2)], -1)
     nest = nn.Module()
     nest.register_parameter("flat", handle.flat_param)
     with pytest.raises(ValueError, match="Cannot flatten a `FlatParameter`"):
@@ -204,7 +207,9 @@ def test_a_sharded_module_is_not_copied():
 
     handle = _handle(process_group=Group(), sharding_strategy=Strategy.FULL_SHARD)
     handle.shard()
-    with pytest.raises(fp.StateError, match="the module is sharded, but a copy needs whole"):
+    with pytest.raises(
+        fp.StateError, match="the module is sharded, but unflatten_as_params needs whole"
+    ):
         copy.deepcopy(handle._fully_sharded_module)
 
 

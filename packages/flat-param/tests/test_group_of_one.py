@@ -16,14 +16,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 WORKERS = Path(__file__).parent / "workers"
-OF_UNITS = (*sorted(path.stem for path in WORKERS.glob("unit_*.py")), "hooks")
+OF_UNITS = sorted(path.stem for path in WORKERS.glob("unit_*.py"))
 NOT_HERE = {
     "freed_units_are_gathered_again": "counts gathers",
     "freeing_is_switched_off_and_on": "counts gathers",
     "frozen_segments_have_no_gradient_memory_or_traffic": "counts sums over ranks",
-    "gradient_hooks_see_whole_gradients_or_are_refused": "no tensor is cut",
     "lists_change_when_and_not_what_is_gathered": "counts gathers",
-    "lists_that_differ_between_ranks_are_an_error": "there is one order",
     "no_sync_accumulates_and_stays_silent": "counts gathers",
     "state_of_whole_parameters_is_not_stepped_over_pieces": "no tensor is cut",
     "units_in_another_order_are_named_on_every_rank": "there is one order",
@@ -31,11 +29,9 @@ NOT_HERE = {
 }
 """Claims that are not tried in a group of one, and why."""
 OF_ITS_OWN_DTYPE = {
-    "missing_values_and_other_shapes_are_refused_by_name",
     "peak_of_whole_gradients_is_as_planned",
     "peak_of_whole_parameters_is_as_planned",
     "ranks_come_from_a_mesh_or_a_group",
-    "whole_weights_are_never_older_than_the_last_step",
 }
 """Claims that compare bits, bytes or outputs with the plain module's."""
 

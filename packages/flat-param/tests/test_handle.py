@@ -1,19 +1,14 @@
-"""torch's handle: values, padding, trainability, saved flat parameters."""
+"""torch's handle: values and padding, shards, what stands in the place of parameters."""
 
 import copy
-import io
 
 import pytest
 import torch
 from torch import nn
 
-from flat_param import ParameterError
-from flat_param.handle import (
-    FlatParameter,
-    FlatParamHandle,
-    FlatParamShardMetadata,
-    is_truly_contiguous,
-)
+from flat_param import ParameterError, StateError
+from flat_param.handle import FlatParameter, FlatParamHandle
+from flat_param.handle import HandleShardingStrategy as Strategy
 
 
 @pytest.mark.parametrize(
@@ -50,29 +45,6 @@ def test_a_flat_parameter_is_trained_where_any_of_its_parameters_is(mlp, trained
     mlp.requires_grad_(False)
     mlp[2].bias.requires_grad_(trained)
     assert handle_of(mlp, use_orig_params=True).flat_param.requires_grad is trained
-
-
-def test_flatten_tensors_lays_out_like_the_parameter(mlp, handle_of):
-    """A state of the parameters' shapes is flattened to the flat parameter's layout."""
-    tensors = [param.detach().clone() for param in mlp.parameters()]
-    handle = handle_of(mlp, use_orig_params=True)
-    assert torch.equal(handle.flatten_tensors(tensors, 4)[:71], handle.flat_param[:71])
-    made = handle.flatten_tensors_into_flat_param(tensors, 0, requires_grad=False)
-    assert isinstance(made, FlatParameter)
-    assert made.shape == (66,)
-
-
-def test_a_saved_flat_parameter_knows_its_parts(mlp, handle_of):
-    """Names, shapes and layout survive saving and copying."""
-    flat = handle_of(mlp).flat_param
-    file = io.BytesIO()
-    torch.save(flat, file)
-    file.seek(0)
-    for copied in (torch.load(file, weights_only=False), copy.deepcopy(flat)):
-        assert isinstance(copied, FlatParameter)
-        assert copied._fqns == flat._fqns
-        assert copied._layout == flat._layout
-        assert torch.equal(copied, flat)
 
 
 def test_foreign_parameters_are_listed_by_position_and_shape(mlp):
@@ -117,45 +89,6 @@ def test_places_name_module_path_and_attribute(handle_of):
     ]
 
 
-FOUR = (["w"], [torch.Size([2, 2])], [4], [(0, 3)])
-SIX = (["w"], [torch.Size([2, 2])], [(2, 1)], [True], [4], [(0, 3)])
-
-
-def test_metadata_is_built_from_four_fields_or_six():
-    """Older sources have no strides; both ways fill the same names."""
-    old, new = FlatParamShardMetadata(*FOUR), FlatParamShardMetadata(*SIX)
-    assert old.param_offsets == new.param_offsets == ((0, 3),)
-    assert old.param_strides is None
-    assert new.param_contiguities == (True,)
-
-
-def test_metadata_is_compared_where_both_sides_have_fields():
-    """Four equals six; six differs from six with other strides; names always count."""
-    old, new = FlatParamShardMetadata(*FOUR), FlatParamShardMetadata(*SIX)
-    assert old == new
-    assert new == tuple(map(tuple, SIX))
-    assert new != FlatParamShardMetadata(["w"], [(2, 2)], [(1, 2)], [True], [4], [(0, 3)])
-    assert old != FlatParamShardMetadata(["v"], [(2, 2)], [4], [(0, 3)])
-    assert old != "w"
-    assert hash(old) == hash(new)
-
-
-def test_metadata_takes_names_too():
-    """By keyword, as the source's tests write it."""
-    names = ("param_names", "param_shapes", "param_numels", "param_offsets")
-    assert FlatParamShardMetadata(**dict(zip(names, FOUR, strict=True))).param_names == ("w",)
-
-
-@pytest.mark.parametrize("missing", range(4))
-def test_metadata_needs_its_four_fields(missing):
-    """A missing field is a TypeError, as for any tuple of fields."""
-    names = ("param_names", "param_shapes", "param_numels", "param_offsets")
-    fields = dict(zip(names, FOUR, strict=True))
-    del fields[names[missing]]
-    with pytest.raises(TypeError, match=names[missing]):
-        FlatParamShardMetadata(**fields)
-
-
 def test_flat_parameters_are_told_apart():
     """A flat parameter is a parameter; a parameter is not flat."""
     flat = FlatParameter(torch.ones(3))
@@ -163,9 +96,196 @@ def test_flat_parameters_are_told_apart():
     assert not isinstance(torch.nn.Parameter(torch.ones(3)), FlatParameter)
 
 
-def test_truly_contiguous_refuses_a_channels_last_kernel_of_one():
-    """torch calls it contiguous both ways; cuDNN does not."""
-    kernel = torch.ones(4, 3, 1, 1).to(memory_format=torch.channels_last)
-    assert kernel.is_contiguous()
-    assert not is_truly_contiguous(kernel)
-    assert is_truly_contiguous(torch.tensor(1.0))
+@pytest.mark.parametrize("by", ["data", "object"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_replaced_original_parameter_is_refused(handle_of, mlp, by, world):
+    """By name, before anything is gathered; values that are copied in place are taken."""
+    strategy = Strategy.NO_SHARD if world == 1 else Strategy.FULL_SHARD
+    handle = handle_of(mlp, sharding_strategy=strategy, use_orig_params=True, rank=0, world=world)
+    handle.shard()
+    handle.init_flat_param_attributes()
+    with torch.no_grad():
+        mlp[0].weight.fill_(2.0)
+    assert handle.flat_param[:35].tolist() == [2.0] * 35
+    if by == "data":
+        mlp[0].weight.data = torch.ones(35)
+    else:
+        mlp[0].weight = nn.Parameter(torch.ones(35))
+    with pytest.raises(StateError, match=r"parameter '0.weight' or its data was replaced, but"):
+        handle.unshard()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_shard_unshard_reshard_without_a_group(mlp, use_orig_params, handle_of):
+    """One rank alone goes through the whole cycle, twice each, and computes the same."""
+    x = torch.randn(2, 5)
+    expected = mlp(x)
+    handle = handle_of(mlp, use_orig_params=use_orig_params, offload_params=True)
+    handle.shard()
+    handle.init_flat_param_attributes()
+    for _ in range(2):
+        assert handle.pre_unshard() is False
+        handle.unshard()
+        handle.post_unshard()
+        assert torch.equal(mlp(x), expected)
+        handle.reshard(True)
+        handle.reshard(True)
+        handle.post_reshard()
+    assert not handle.needs_unshard()
+
+
+def test_low_precision_is_for_the_whole_and_full_precision_for_the_shard(mlp, handle_of):
+    """Unsharded in bfloat16, sharded in float32."""
+    handle = handle_of(mlp, mp_param_dtype=torch.bfloat16)
+    handle.shard()
+    handle.init_flat_param_attributes()
+    assert handle.pre_unshard()
+    handle.unshard()
+    assert mlp[0].weight.dtype == torch.bfloat16
+    handle.reshard(True)
+    assert handle.flat_param.dtype == torch.float32
+
+
+def test_original_parameters_come_back_as_shards(mlp, handle_of):
+    """With `use_orig_params`, each parameter object holds its part, flat, or nothing."""
+    params = list(mlp.parameters())
+    handle = handle_of(mlp, use_orig_params=True, rank=0, world=2)
+    handle.shard()
+    assert [param.numel() for param in params] == [35, 0, 0, 0]
+    assert mlp[0].weight is params[0]
+
+
+def test_a_cast_makes_one_rank_gather_and_free(handle_of, mlp):
+    """With another dtype the whole is a copy, which is needed, there, and gone again."""
+    params = list(mlp.parameters())
+    handle = handle_of(mlp, mp_param_dtype=torch.bfloat16, use_orig_params=True)
+    handle.shard()
+    handle.init_flat_param_attributes()
+    assert handle.needs_unshard()
+    handle.unshard()
+    assert not handle.needs_unshard()
+    assert not handle.pre_unshard()
+    assert list(mlp.parameters()) == []
+    handle.reshard(True)
+    assert all(a is b for a, b in zip(mlp.parameters(), params, strict=True))
+    assert {param.dtype for param in params} == {torch.float32}
+
+
+def test_no_shard_has_no_part_to_gather(handle_of, mlp):
+    """It never needs `unshard`, on many ranks, and does not call itself sharded."""
+    handle = handle_of(mlp, rank=3, world=4, sharding_strategy=Strategy.NO_SHARD)
+    assert not handle.uses_sharded_strategy
+    handle.shard()
+    assert not handle.needs_unshard()
+    assert handle.flat_param.numel() == 66
+    assert handle_of(torch.nn.Linear(1, 1)).uses_sharded_strategy
+
+
+def test_the_part_is_the_shard_that_is_kept(handle_of, mlp):
+    """What `unshard` gathers from is the flat parameter itself, offloaded or not."""
+    for offload in (False, True):
+        model = copy.deepcopy(mlp)
+        handle = handle_of(model, rank=1, world=2, offload_params=offload)
+        handle.shard()
+        handle.init_flat_param_attributes()
+        flat = handle.flat_param
+        assert flat._local_shard.data_ptr() == flat.data_ptr()
+        assert flat._local_shard.device.type == "cpu"
+        assert not flat._local_shard.requires_grad
+
+
+def test_a_part_is_a_copy_where_it_is_not_the_whole(handle_of, holder):
+    """So that the whole can be freed; one rank keeps the memory it has."""
+    tensor = torch.ones(2, 4)
+    handle = handle_of(holder(torch.ones(1)))
+    home = tensor.untyped_storage().data_ptr()
+    for world, same in ((1, True), (2, False), (3, False)):
+        part, _ = handle._get_shard(tensor, 0, world)
+        assert (part.untyped_storage().data_ptr() == home) is same
+
+
+@pytest.mark.parametrize("rank", range(5))
+def test_what_is_noted_of_a_shard_is_what_lies_in_it(handle_of, holder, rank):
+    """Names, elements and padding of each of five ranks, a parameter of no elements among them."""
+    tensors = (torch.arange(3.0), torch.ones(0, 2), torch.arange(10.0, 16.0).view(2, 3))
+    whole = torch.cat([tensor.flatten() for tensor in tensors])
+    handle = handle_of(holder(*tensors), rank=rank, world=5)
+    handle.shard()
+    flat = handle.flat_param
+    assert (flat._sharded_size, flat._shard_numel_padded) == ((2,), 1 if rank == 4 else 0)
+    found = []
+    for param, info in zip(tensors, flat._shard_param_infos, strict=True):
+        if info.in_shard:
+            part = param.flatten()[info.intra_param_start_idx : info.intra_param_end_idx + 1]
+            start = info.offset_in_shard
+            assert torch.equal(flat[start : start + info.numel_in_shard], part)
+            found.append(part)
+    assert torch.equal(torch.cat(found), whole[2 * rank : 2 * rank + 2])
+
+
+def test_unflatten_as_params_is_a_parenthesis(mlp, handle_of):
+    """Inside there are parameters, outside there are tensors."""
+    handle = handle_of(mlp)
+    with handle.unflatten_as_params():
+        assert [name for name, _ in mlp.named_parameters()] == list(handle.flat_param._fqns)
+    assert list(mlp.named_parameters()) == []
+
+
+def test_tied_places_are_listed(handle_of):
+    """Names of first and further places."""
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
+    model[1].weight = model[0].weight
+    handle = handle_of(model)
+    assert model[1].weight is model[0].weight
+    assert repr(handle) == "FlatParamHandle(flat_param.fqns=('0.weight',))"
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_sharded_module_is_not_unflattened(handle_of, mlp, use_orig_params):
+    """A part cannot be whole parameters; the refusal comes before anything changes."""
+    handle = handle_of(mlp, rank=0, world=2, use_orig_params=use_orig_params)
+    handle.shard()
+    before = [mlp[0].weight, mlp[2].bias]
+    with pytest.raises(StateError, match=r"is sharded, .* Call unshard\(\) first"):
+        handle.unflatten_as_params().__enter__()
+    assert all(a is b for a, b in zip(before, [mlp[0].weight, mlp[2].bias], strict=True))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_the_parenthesis_closes_whatever_is_raised_in_it(handle_of, mlp, error):
+    """After an error or Ctrl-C there are tensors again, and what was written is kept."""
+    handle = handle_of(mlp)
+    with pytest.raises(error), handle.unflatten_as_params():
+        mlp[2].bias.data.fill_(7.0)
+        raise error
+    assert list(mlp.named_parameters()) == []
+    assert mlp[2].bias.tolist() == [7.0] * 3
+    assert handle.flat_param[-3:].tolist() == [7.0] * 3
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_parameters_made_anew_train_as_the_flat_one_does(handle_of, mlp, trained):
+    """Frozen ones stay frozen inside the parenthesis."""
+    handle = handle_of(mlp.requires_grad_(trained))
+    with handle.unflatten_as_params():
+        assert {param.requires_grad for param in mlp.parameters()} == {trained}
+
+
+def test_original_objects_come_back_inside_the_parenthesis(handle_of, mlp):
+    """With `use_orig_params` they are the very objects, tied places too."""
+    mlp.add_module("tied", nn.Linear(5, 7, bias=False))
+    mlp.tied.weight = mlp[0].weight
+    params = list(mlp.parameters())
+    handle = handle_of(mlp, use_orig_params=True)
+    with handle.unflatten_as_params():
+        assert all(a is b for a, b in zip(mlp.parameters(), params, strict=True))
+        assert mlp.tied.weight is params[0]
+    assert mlp.tied.weight is mlp[0].weight
+
+
+def test_views_reach_the_flat_parameter_under_no_grad(handle_of, mlp):
+    """They are made with gradients, wherever the handle is called from."""
+    with torch.no_grad():
+        handle = handle_of(mlp)
+    mlp(torch.ones(1, 5)).sum().backward()
+    assert handle.flat_param.grad is not None

@@ -29,36 +29,12 @@ def columns(base):
     return matrix[:, :3], matrix[:, 3:]
 
 
-def on_a_column(base):
-    """A stretch that has one element of a column."""
-    return base.view(4, 6)[:, 0], base[5:8]
-
-
-def shared_column(base):
-    """Three columns each, one in common."""
-    matrix = base.view(4, 6)
-    return matrix[:, :3], matrix[:, 2:5]
-
-
-def row_through_a_column(base):
-    """The first column of a matrix, and the whole of its second row."""
-    matrix = base.view(4, 6)
-    return matrix[:, 0], matrix[1]
-
-
 def read_as_integers(base):
     """A float and the same bytes as an integer."""
     return base[:4], base.view(torch.int32)[3:5]
 
 
-def read_as_doubles(base):
-    """A column, and two floats as one double, the second of them in the column."""
-    return base.view(4, 6)[:, 1], base.view(torch.float64)[3:4]
-
-
-@pytest.mark.parametrize(
-    "split", [same, crossing, shared_column, columns, on_a_column, row_through_a_column]
-)
+@pytest.mark.parametrize("split", [same, crossing, columns])
 @pytest.mark.parametrize(
     "flat", [flatten, lambda module: FlatParamHandle(list(module.parameters()), module)]
 )
@@ -71,10 +47,9 @@ def test_parameters_that_share_memory_are_refused_by_name(holder, split, flat):
     assert [param.data_ptr() for param in module.parameters()] == pointers
 
 
-@pytest.mark.parametrize("split", [read_as_integers, read_as_doubles])
-def test_parameters_of_another_dtype_that_share_memory_are_refused(holder, split):
+def test_parameters_of_another_dtype_that_share_memory_are_refused(holder):
     """In either order."""
-    tensors = split(torch.arange(24.0))
+    tensors = read_as_integers(torch.arange(24.0))
     for pair in (tensors, tensors[::-1]):
         with pytest.raises(
             ParameterError, match=r"parameter 'p\d' and parameter 'p\d' share memory"

@@ -141,13 +141,11 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("anew", [False, True], ids=["same loss", "forward"])
 @pytest.mark.parametrize("given", [False, True], ids=["backward", "autograd.grad"])
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_backward_after_a_stopped_one_matches_plain(
     around: Callable[[Callable[[], None]], None],
     given: bool,
-    anew: bool,
 ) -> None:
     """Also inside another backward, which may end later."""
     layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
@@ -167,10 +165,31 @@ def test_backward_after_a_stopped_one_matches_plain(
             else:
                 loss.backward(retain_graph=True)
         middle.remove()
-        (model(x).square().sum() if anew else loss).backward()
+        model(x).square().sum().backward()
 
     model[1].register_forward_hook(lambda *call: hooked.append(call[-1]))
     around(run)
+    plain(_x()).square().sum().backward()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert param.grad is not None
+        assert expected.grad is not None
+        assert torch.equal(param.grad.flatten(), expected.grad.float().flatten())
+
+
+def test_second_backward_after_a_stopped_one_needs_a_forward_or_zero_grad() -> None:
+    """It is refused; after `zero_grad()` the same graph gives the plain gradients."""
+    model, plain = _sharded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "0", "1")
+    hooked: list[Tensor] = []
+    model[0].register_forward_hook(lambda *call: hooked.append(call[-1]))
+    loss = model(_x()).square().sum()
+    stop = hooked[0].register_hook(lambda grad: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward(retain_graph=True)
+    stop.remove()
+    with pytest.raises(StateError, match="an exception stopped the last backward"):
+        loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
     plain(_x()).square().sum().backward()
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert param.grad is not None

@@ -92,25 +92,14 @@ def test_tied_and_frozen_parameters_are_so_in_the_block() -> None:
     assert _same(_values(model), changed)
 
 
-def _assign(module: nn.Module, value: Tensor) -> None:
-    module.weight = nn.Parameter(value)
-
-
-def _data(module: nn.Module, value: Tensor) -> None:
-    module.weight.data = value
-
-
-@pytest.mark.parametrize("put", [_assign, _data])
 @pytest.mark.parametrize("write_back", [False, True])
-def test_what_is_put_in_place_is_written_back_too(
-    put: Callable[[nn.Module, Tensor], None], write_back: bool
-) -> None:
-    """Where asked; also at the second site of a tied weight, and in another dtype."""
+def test_set_data_is_written_back_too(write_back: bool) -> None:
+    """Where asked; also of a tied weight, and in another dtype."""
     model, value = _nested(), torch.full((4, 4), 0.25, dtype=torch.float16)
     before = _values(model)
     with model.whole_params(write_back=write_back):
-        put(model[1].b, value.clone())
-        put(model[0], value.clone())
+        model[1].b.weight.data = value.clone()
+        model[0].weight.data = value.clone()
     expected = dict(before)
     if write_back:
         for name in ("0.weight", "1.a.weight", "1.b.weight"):
@@ -119,22 +108,36 @@ def test_what_is_put_in_place_is_written_back_too(
     assert model[1].a.weight is model[1].b.weight
 
 
-@pytest.mark.parametrize("value", [None, nn.Parameter(torch.ones(2, 8))])
-def test_value_of_another_shape_is_refused_before_anything_is_written(
-    value: nn.Parameter | None,
+def _assign(module: nn.Module) -> None:
+    module.weight = nn.Parameter(module.weight.detach().clone())
+
+
+def _remove(module: nn.Module) -> None:
+    module.weight = None
+
+
+def _reshape(module: nn.Module) -> None:
+    module.weight.data = torch.ones(2, 8)
+
+
+@pytest.mark.parametrize("replace", [_assign, _remove, _reshape])
+def test_replaced_parameter_is_refused_before_anything_is_written(
+    replace: Callable[[nn.Module], None],
 ) -> None:
-    """By name, also where there are as many elements."""
+    """By name, where it would be written back."""
     model = _nested()
     before = _values(model)
-    shape = None if value is None else (2, 8)
-    text = f"parameter 'a.weight' was re-assigned with shape {shape}, but it was sharded with"
+    text = "parameter 'a.weight' was replaced by a"
     with (
         pytest.raises(ParameterError, match=re.escape(text)),
         model.whole_params(write_back=True),
         torch.no_grad(),
     ):
         model[0].weight.zero_()
-        model[1].a.weight = value
+        replace(model[1].a)
+    assert _same(_values(model), before)
+    with model.whole_params():
+        replace(model[1].a)
     assert _same(_values(model), before)
 
 
@@ -229,16 +232,6 @@ def test_stopped_backward_does_not_refuse_what_follows() -> None:
         layer(ROWS.double()).sum().backward()
     with layer.whole_params():
         assert layer.weight.shape == (4, 4)
-
-
-def test_values_put_in_place_are_in_state_dict() -> None:
-    """Also where whole ones are shown."""
-    layer = _layer()
-    layer.weight = nn.Parameter(torch.full((3, 4), 0.5))
-    assert torch.equal(layer.state_dict()["weight"], torch.full((3, 4), 0.5))
-    layer.unshard()
-    layer.weight = nn.Parameter(torch.full((3, 4), 2.0))
-    assert torch.equal(layer.state_dict()["weight"], torch.full((3, 4), 2.0))
 
 
 def test_written_and_loaded_values_replace_what_was_gathered() -> None:

@@ -44,10 +44,6 @@ WRONG_CALLS: dict[str, tuple[Any, str]] = {
         lambda m: flat_param.load_full_state_dict(m, "x"),
         "state is a str, but it must be a state dict",
     ),
-    "positions of a model": (
-        lambda m: flat_param.optimizer_state_by_position(flat_param.full_state_dict(m)),
-        "Pass full_state_dict(module, optimizer=...)['optim']",
-    ),
     "clip parameters": (
         lambda m: m.clip_grad_norm_(m.parameters(), 1.0),
         "The module's own method takes no parameters",

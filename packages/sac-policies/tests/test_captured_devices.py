@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import sac_policies as sp
-from sac_policies.eager import _capturing, _moved
+from sac_policies.eager import _moved
 
 KIND = torch.accelerator.current_accelerator() or torch.device("cpu")
 API = torch.get_device_module(KIND)
@@ -28,7 +28,7 @@ pytestmark = [
 SCALES = (0.5, -1.0, 0.25)
 OFFLOAD = {"policy": sp.offload("aten.addmm", "aten.gelu")}
 KEEPS_PINNED = pytest.mark.skipif(
-    not _capturing._KEEPS_PINNED_MEMORY, reason="needs torch 2.13, whose graphs keep pinned memory"
+    not _moved._KEEPS_PINNED_MEMORY, reason="needs torch 2.13, whose graphs keep pinned memory"
 )
 REGIONS = {
     "offload": OFFLOAD,
@@ -212,7 +212,7 @@ def test_a_stream_is_asked_whether_it_is_captured_and_not_the_current_one():
 
 def test_offloading_in_a_torch_that_keeps_no_pinned_memory_is_refused(monkeypatch):
     """It raises one clear error, and the device remains usable."""
-    monkeypatch.setattr(_capturing, "_KEEPS_PINNED_MEMORY", False)
+    monkeypatch.setattr(_moved, "_KEEPS_PINNED_MEMORY", False)
     model, x = blocks(), given()
     with pytest.raises(sp.EngineError, match=r"only from torch 2\.13 on"):
         captured(lambda: (x * 2, run(model, x, OFFLOAD)))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from sac_policies import BudgetError, fit_
 from sac_policies.budget import Infeasible, InPlaceFit, _fit_in_place
-from sac_policies.budget._intervals import Measured, Steps
+from sac_policies.budget._intervals import Steps
 from sac_policies.budget._levels import AGAIN, HOLDING
 from sac_policies.budget._step import Step
 
@@ -155,10 +156,15 @@ def test_everything_fits_and_nothing_is_checkpointed() -> None:
     assert "4 x keeps everything: blocks.0 to blocks.3 (Block)" in str(found)
 
 
-def alike(search: _fit_in_place._Search, intervals: Any, _: object) -> Steps:
+def alike(search: _fit_in_place._Search, intervals: Any) -> Steps:
     """Steps whose times depend only on the level."""
-    spent = [{(n, 0, True): 10_000 * level for n in range(4)} for level in range(search._levels)]
-    return Steps([Block] * 4, list(map(Measured, intervals, spent)), HOLDING)
+    del search
+    begun = {(n, 0, True) for n in range(4)}
+    timed = [
+        [replace(each, ns=10_000 * level * (each.key in begun)) for each in own]
+        for level, own in enumerate(intervals)
+    ]
+    return Steps([Block] * 4, timed, HOLDING)
 
 
 def test_less_budget_keeps_less_in_the_first_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

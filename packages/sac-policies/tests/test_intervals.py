@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sac_policies.budget._fit_in_place import _divisions, _Search
-from sac_policies.budget._intervals import Measured, Steps, marked
+from sac_policies.budget._intervals import Steps, marked
 from sac_policies.budget._levels import AGAIN
 from sac_policies.budget._measure import Interval, Marks, highest
 from sac_policies.budget._step import Step
@@ -94,7 +94,7 @@ def test_every_mixture_takes_what_is_predicted(kind: Any) -> None:
     search = _search(model, Step(model, batch, None))
     search._learn()
     intervals = [search._intervals(level) for level in range(search._levels)]
-    steps = Steps([Block] * 4, [Measured(each) for each in intervals])
+    steps = Steps([Block] * 4, intervals)
     rng = random.Random(0)
     for _ in range(12):
         choice = tuple(rng.randrange(search._levels) for _ in range(4))
@@ -145,7 +145,7 @@ def test_what_others_hold_until_the_end_goes_by_the_region_that_made_it(freed: b
     assert any(each.freed for own in intervals for each in own)
     if not freed:
         intervals = [[replace(each, freed=None) for each in own] for own in intervals]
-    steps = Steps([Block] * 4, [Measured(each) for each in intervals], {AGAIN})
+    steps = Steps([Block] * 4, intervals, {AGAIN})
     for choice in [(0, 0, 0, 2), (1, 1, 1, 0), (2, 2, 1, 0), (0, 2, 0, 1)]:
         measured = search._measured(choice)
         foretold = search._step.resident() + steps.growth(choice)
@@ -166,9 +166,9 @@ def synthetic(draw: st.DrawFn) -> tuple[Steps, int]:
         first = [Interval((n, 0, False), kept[n], kept[n] + draw(size)) for n in range(count)]
         last = [Interval((n, 0, True), leaves[n] - kept[n], draw(size)) for n in range(count)]
         last = [Interval(s.key, s.grown, max(s.most, s.grown, 0)) for s in last]
-        ns: dict[Any, int] = {(n, 0, True): 1000 * draw(size) for n in range(count)}
+        last = [replace(each, ns=1000 * draw(size)) for each in last]
         head = Interval(None, head.grown, max(head.most, head.grown))
-        measured.append(Measured([head, *first, *reversed(last)], ns))
+        measured.append([head, *first, *reversed(last)])
     return Steps(range(count), measured), levels
 
 
@@ -206,14 +206,13 @@ def test_times_of_regions_alike_are_taken_together() -> None:
     """One slow measurement does not make its region dearer; costs are at least zero."""
     first = [Interval((n, 0, False), 8, 8) for n in range(3)]
     last = [Interval((n, 0, True), -8, 0) for n in range(3)]
-    plain = Measured([Interval(None, 0, 0), *first, *reversed(last)])
-    ns: dict[Any, int] = {(0, 0, True): 9_000, (1, 0, True): 1_000, (2, 0, True): 1_000}
-    steps = Steps(["a"] * 3, [plain, Measured(plain.intervals, ns)])
-    assert steps.costs == [[0, 1_001]] * 3
-    apart = Steps(["a", "b", "b"], [plain, Measured(plain.intervals, ns)])
+    plain = [Interval(None, 0, 0), *first, *reversed(last)]
+    ns = {(0, 0, True): 9_000, (1, 0, True): 1_000, (2, 0, True): 1_000}
+    slow = [replace(each, ns=ns.get(each.key, 0)) for each in plain]
+    assert Steps(["a"] * 3, [plain, slow]).costs == [[0, 1_001]] * 3
+    apart = Steps(["a", "b", "b"], [plain, slow])
     assert apart.costs == [[0, 9_001], [0, 1_001], [0, 1_001]]
-    faster = Steps(["a"] * 3, [Measured(plain.intervals, ns), plain])
-    assert faster.costs == [[0, 1]] * 3
+    assert Steps(["a"] * 3, [slow, plain]).costs == [[0, 1]] * 3
 
 
 def test_of_very_many_mixtures_enough_are_followed() -> None:
@@ -222,12 +221,14 @@ def test_of_very_many_mixtures_enough_are_followed() -> None:
     sizes = [rng.randrange(10**6, 10**7) for _ in range(60)]
     costs = [rng.randrange(10**6, 10**7) for _ in range(60)]
 
-    def level(share: float, cost: float) -> Measured:
+    def level(share: float, cost: float) -> list[Interval]:
         kept = [int(size * share) for size in sizes]
         first = [Interval((n, 0, False), size, size) for n, size in enumerate(kept)]
-        last = [Interval((n, 0, True), -size, 0) for n, size in enumerate(kept)]
-        ns: dict[Any, int] = {(n, 0, True): int(cost * each) for n, each in enumerate(costs)}
-        return Measured([Interval(None, 0, 0), *first, *reversed(last)], ns)
+        last = [
+            Interval((n, 0, True), -size, 0, ns=int(cost * each))
+            for n, (size, each) in enumerate(zip(kept, costs, strict=True))
+        ]
+        return [Interval(None, 0, 0), *first, *reversed(last)]
 
     steps = Steps(range(60), [level(1, 0), level(0.4, 0.3), level(0.1, 1)])
     allowed = sum(sizes) // 2

@@ -72,7 +72,7 @@ def traced(*values: tuple[int, int]) -> Trace:
 
 def hidden(link: Link, trace: Trace, input_bytes: int = 0) -> list[int]:
     """Numbers of the calls whose values are offloaded."""
-    return [op for item in link.hidden(trace, input_bytes) for op in item.ops]
+    return [item.op for item in link.hidden(trace, input_bytes)]
 
 
 SLOW = Link(out=1e9, back=1e9, work_seconds=100e-9)  # a byte per nanosecond, a forward of 100 ns

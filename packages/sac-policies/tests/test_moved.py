@@ -13,7 +13,6 @@ from torch import nn
 import sac_policies as sp
 from sac_policies.eager import _moved
 from sac_policies.eager._moved import MovedTensor, is_movable
-from sac_policies.eager._moved_stats import Counters
 
 KIND = torch.accelerator.current_accelerator() or torch.device("cpu")
 SIM = getattr(torch, "simdev", None)
@@ -336,17 +335,6 @@ def test_each_thread_has_its_own_values_that_leave():
     thread.join()
     assert there == [False]
     assert mine.region_ended()
-
-
-def test_bytes_are_away_until_they_are_gone():
-    """Deleting a value that was never copied is no error: a finalizer may run before any copy."""
-    made = Counters()
-    number = made.out(64)
-    assert (made.copies_out, made.bytes_out, made.bytes_away) == (1, 64, 64)
-    made.gone(number)
-    made.gone(number)
-    made.gone(-1)
-    assert made.bytes_away == 0
 
 
 def test_stats_are_a_value():

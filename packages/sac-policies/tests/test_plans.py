@@ -1,4 +1,4 @@
-"""Plans decide single calls; a plan that does not fit says what would."""
+"""Plans decide single calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_call_that_never_comes_is_reported():
         checkpoint(torch.mm, x, x, policy=plan_of({MM: Decision.SAVE}))
 
 
-def test_what_does_not_fit_is_false_and_says_what_would():
+def test_what_does_not_fit_is_false_and_says_what_would() -> None:
     """The message says how many bytes are missing."""
     found = Infeasible(1_000, 2_500)
     assert not found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,37 @@ def network() -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
     return function, torch.randn(16, 32, requires_grad=True)
 
 
+def written() -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """Writes to saved tensors, draws a mask, uses indices and casts."""
+    torch.manual_seed(0)
+    up, down = torch.randn(64, 128, requires_grad=True), torch.randn(128, 64, requires_grad=True)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x @ up
+        z = y + 1
+        y.mul_(0.5).relu_()
+        z = F.dropout(z.sin() * y, 0.2)
+        best, places = z.topk(16, dim=-1)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = (z + z.gather(1, places).sum(-1, keepdim=True)) @ down
+        return (out.float().exp().clamp(max=2.0) * best.mean(-1, keepdim=True)).sum()
+
+    return function, torch.randn(64, 64, requires_grad=True)
+
+
+def penalized() -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """Takes a gradient inside, whose own gradient is needed."""
+    torch.manual_seed(0)
+    up, down = torch.randn(32, 64, requires_grad=True), torch.randn(64, 1, requires_grad=True)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = (torch.tanh(x @ up).sin() @ down).sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        return y + slope.square().sum()
+
+    return function, torch.randn(16, 32, requires_grad=True)
+
+
 def held_bytes(function: Callable[..., torch.Tensor], x: torch.Tensor, plan: BudgetPlan) -> int:
     """Bytes of storages packed by hooks around the region, without leaves."""
     sizes: dict[int, int] = {}
@@ -64,10 +96,11 @@ def held_bytes(function: Callable[..., torch.Tensor], x: torch.Tensor, plan: Bud
     return sum(size for address, size in sizes.items() if address not in leaves)
 
 
+@pytest.mark.parametrize("make", [network, written, penalized])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
-def test_region_keeps_exactly_the_bytes_of_the_plan(share: float) -> None:
+def test_region_keeps_exactly_the_bytes_of_the_plan(make: Any, share: float) -> None:
     """Hooks around the region pack exactly `kept_bytes`."""
-    function, x = network()
+    function, x = make()
     trace = profile(function, x)
     budget = trace.fixed_bytes() + int(share * (trace.total_bytes() - trace.fixed_bytes()))
     plan = solve(trace, budget)

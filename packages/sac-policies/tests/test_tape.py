@@ -6,12 +6,14 @@ import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac_policies import (
     RecomputeError,
@@ -454,6 +456,88 @@ def test_gradient_inside_region_keeps_what_backward_reads(xw, counting):
     with counting() as counts:
         out.sum().backward()
     assert counts[MM] == 0
+
+
+class _Made(TorchDispatchMode):
+    """Notes the results of multiplications with a number, weakly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mul.Tensor and not isinstance(args[1], torch.Tensor):
+            self.seen.append(weakref.ref(out))
+        return out
+
+
+def test_open_region_frees_a_replayed_value_after_each_read(xw, no_collector):
+    """A later reader in the same backward replays it again: memory of the region stays its own."""
+    x, _ = xw
+    made, alive = _Made(), []
+
+    def run(t):
+        h = t * 2
+        sine = h.sin()
+        sine.register_hook(lambda grad: alive.append([each() is not None for each in made.seen]))
+        later = h.cos()
+        del h
+        with made:
+            torch.autograd.grad((sine + later).sum(), t, retain_graph=True)
+        return sine + later
+
+    taped(run, x).sum().backward()
+    assert alive[0] == [False] * len(alive[0])
+    assert len(alive[0]) >= 1
+
+
+class _RMSNorm(nn.Module):
+    """Divides rows of 64 by their root mean square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))) @ x.T
+
+
+def test_much_smaller_result_of_a_reduction_is_not_replayed(counting):
+    """The square and the mean of a norm; what is as large as the input is replayed."""
+    module, x = _RMSNorm(), leaf(8, 64)
+    plain = grads(module(x), x, module.weight)
+    out = taped(module, x)
+    with counting() as counts:
+        found = grads(out, x, module.weight)
+    assert same(found, plain)
+    assert counts["aten.mean.dim"] == 0
+    assert counts["aten.rsqrt.default"] == 1
+
+
+@pytest.mark.parametrize("hooks", [False, True], ids=["alone", "inside hooks"])
+def test_view_of_a_held_tensor_is_held_and_not_replayed(xw, counting, hooks):
+    """Hooks around the region get its base instead, once, and the view is replayed."""
+    x, w = xw
+    packed = []
+
+    def pack(t):
+        packed.append(t)
+        return t
+
+    def run(t):
+        return t.T.sin() + t.T.cos() @ w.T
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t) if hooks else nullcontext():
+        out = taped(run, x)
+    with counting() as counts:
+        found = grads(out, x, w)
+    plain = run(x)
+    with counting() as plainly:
+        assert same(found, grads(plain, x, w))
+    assert len(packed) == (2 if hooks else 0)
+    again = counts["aten.permute.default"] - plainly["aten.permute.default"]
+    assert again == (3 if hooks else 0)
 
 
 # Other tensors and operators

@@ -38,7 +38,7 @@ TRACE = Trace(
 
 def test_eager_items_are_saved_storages_that_replay() -> None:
     """Each storage counts once; statistics of a norm do not exclude its output."""
-    assert TRACE.items() == (Item((0,), 400, 9000), Item((6,), 80, 40))
+    assert TRACE.items() == (Item(0, 400, 9000), Item(6, 80, 40))
 
 
 def test_fixed_bytes_are_those_that_nothing_rebuilds() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sac_policies import fit_, offload_stats
-from sac_policies.budget import _profile, _times
+from sac_policies.budget import _measure, _profile
 from sac_policies.budget._fit_in_place import _divisions, _Search
 from sac_policies.budget._levels import AGAIN, HIDDEN_AWAY, INPUTS_AWAY, LEVELS
 from sac_policies.budget._step import BACKWARD, Step
@@ -111,7 +111,7 @@ def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
     plain = search._intervals(0)
     search._learn()
     measured = [plain, *(search._intervals(level) for level in range(1, search._levels))]
-    steps = search._steps(measured, [{}] * search._levels)
+    steps = search._steps(measured)
     assert step.resident() + steps.growth(choice) == search._measured(choice)
     search.undo()
 
@@ -122,7 +122,7 @@ def virtual(sim, monkeypatch):
     costs = {"kernel_us": 100, "virtual": True}
     sim.simulate(**costs, copy_gbps=1)
     clock = SimpleNamespace(perf_counter_ns=lambda: int(sim.host_us() * 1e3))
-    for module in (_profile, _times):
+    for module in (_measure, _profile):
         monkeypatch.setattr(module, "time", clock)
     return costs
 

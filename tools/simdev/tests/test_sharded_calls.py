@@ -47,8 +47,8 @@ def norm(rank, order):
 def norm_of_own(rank):
     """The largest of two ranks' own gradients."""
     both = (Communicator(dist.group.WORLD, log=CommLog()),)
-    given = [torch.full((4,), 1.0 + rank, device=DEVICE)]
-    return norm_over([], 2.0, apart=[((), both, given)]).item()
+    given = torch.full((4,), 1.0 + rank, device=DEVICE)
+    return norm_over([((), both, given)], 2.0).item()
 
 
 def overflow(rank):

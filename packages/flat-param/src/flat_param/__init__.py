@@ -22,11 +22,7 @@ from ._errors import (
 from ._offload_optimizer import offload_optimizer
 from .checkpoint._load import load_sharded
 from .checkpoint._save import async_save_sharded, save_sharded
-from .checkpoint._state_dict import (
-    full_state_dict,
-    load_full_state_dict,
-    optimizer_state_by_position,
-)
+from .checkpoint._state_dict import full_state_dict, load_full_state_dict
 from .in_process._flat_params import FlatParams
 from .in_process._flatten import flat_params_of, flatten, unflatten
 from .layout._boundary import Blocks
@@ -54,7 +50,6 @@ __all__ = [
     "load_full_state_dict",
     "load_sharded",
     "offload_optimizer",
-    "optimizer_state_by_position",
     "save_sharded",
     "unflatten",
 ]

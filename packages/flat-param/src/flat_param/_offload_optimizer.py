@@ -3,13 +3,12 @@
 Nothing here depends on flat or sharded parameters.
 
 Invariants:
-- The optimizer's own step runs once per bucket, with the bucket as its only parameters.
+- The step of the optimizer's class runs once per bucket, on a twin of the optimizer that has only
+  the bucket's parameters. So the optimizer keeps its groups and hooks if a step is interrupted.
 - Tensors with at least one dimension are offloaded. Step counts and other values are not.
 - One thread makes all copies, in order. The next bucket is fetched before the current one is
   written back, so the state of at most two buckets is in memory.
 - Between steps `optimizer.state` has the stored tensors, so state dicts need no special case.
-- After an interrupted step, state is refused until other state is loaded: some buckets were
-  stepped and others were not.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,10 +27,12 @@ from torch.optim import LBFGS, Optimizer
 
 from ._errors import StateError
 from ._torch_compat import STEP_HOOKS, unhooked_step
+from .layout._layout import round_up
 from .layout._spec import dense_stride
 
 Opt = TypeVar("Opt", bound=Optimizer)
-State = Mapping[Tensor, dict[str, Any]]
+Slot = tuple[Tensor, str]
+"""A parameter, and a key of its state."""
 
 _ALIGN_BYTES = 64
 
@@ -48,7 +49,8 @@ def offload_optimizer(
     step goes bucket by bucket, while a thread fetches the state of the next bucket and writes back
     that of the previous one. Results are bit-identical to the plain optimizer. `state_dict()` and
     `save_sharded` see all state. `load_state_dict` temporarily needs memory for all state on the
-    parameters' device.
+    parameters' device. A step that is interrupted leaves some buckets stepped: load parameters and
+    state that were saved together.
 
     Args:
         optimizer: any `torch.optim.Optimizer` that treats each parameter separately.
@@ -77,7 +79,7 @@ def offload_optimizer(
     """
     _check(optimizer, bucket_numel)
     cls = type(optimizer)
-    buckets = _Buckets(_Storage(folder), bucket_numel, unhooked_step(cls))
+    buckets = _Buckets(cls, folder, bucket_numel)
     buckets.write_back_all(optimizer.state)
     step = Optimizer.profile_hook_step(OffloadedOptimizer.step)
     step.hooked = True  # type: ignore[attr-defined]  # or torch would add its hooks once more
@@ -92,26 +94,8 @@ class OffloadedOptimizer(Optimizer):
     """Base class that `offload_optimizer` adds to an optimizer's class."""
 
     _buckets: _Buckets
-
-    @property
-    def state(self) -> Any:
-        """All state by parameter.
-
-        Raises:
-            StateError: a step was interrupted.
-        """
-        state = vars(self)["state"]
-        self._buckets.check(state)
-        return state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        vars(self)["state"] = state
-
-    @property
-    def steps_bucket(self) -> bool:
-        """True inside the step of one bucket, where `super().step()` calls step hooks again."""
-        return self._buckets.is_stepping
+    steps_bucket = False
+    """True for the twin, where `super().step()` calls the step hooks of all optimizers again."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient, bucket by bucket.
@@ -122,23 +106,22 @@ class OffloadedOptimizer(Optimizer):
         Returns:
             The loss that the closure returns.
         """
-        self._buckets.check(vars(self)["state"])
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._buckets.step(self, vars(self)["state"])
+        self._buckets.step(self)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state and store it; if that fails, nothing has changed."""
-        before = vars(self)["state"], self.param_groups, self._buckets.stored
+        before = self.state, self.param_groups, self._buckets.stored
         self._buckets.stored = {}  # or the state to restore would be overwritten
         try:
             super().load_state_dict(state_dict)
-            self._buckets.write_back_all(vars(self)["state"])
+            self._buckets.write_back_all(self.state)
         except BaseException:
-            vars(self)["state"], self.param_groups, self._buckets.stored = before
+            self.state, self.param_groups, self._buckets.stored = before
             raise
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -175,76 +158,42 @@ def _check(optimizer: Optimizer, bucket_numel: int) -> None:
         raise StateError(f"flat_param.offload_optimizer: {name} {wrong}.")
 
 
-class _Stored(NamedTuple):
-    """A stored tensor, and the device that its state belongs on."""
-
-    tensor: Tensor
-    device: torch.device
-
-
 class _Buckets:
     """Step an optimizer bucket by bucket.
 
     Args:
-        storage: holds the state between steps.
+        cls: the optimizer's class.
+        folder: for the files; None for CPU memory.
         numel: elements of a bucket; a larger parameter is a separate bucket.
-        own_step: the step of the optimizer's class, without hooks.
 
     Attributes:
         stored: the stored tensors by parameter and key.
     """
 
-    def __init__(self, storage: _Storage, numel: int, own_step: Callable[[Any], object]) -> None:
-        self._storage, self._numel, self._own_step = storage, numel, own_step
-        self.stored: dict[tuple[Tensor, str], _Stored] = {}
-        self._interrupted: tuple[State | None, str] = None, ""
-        self.is_stepping = False  # the optimizer's step may read `state`
+    def __init__(self, cls: Any, folder: str | os.PathLike[str] | None, numel: int) -> None:
+        self._folder = None if folder is None else os.fspath(folder)
+        if self._folder is not None:
+            _map_file(self._folder, _ALIGN_BYTES)
+        self._numel, self._own_step = numel, unhooked_step(cls)
+        self._twin: Optimizer = object.__new__(cls)
+        self.stored: dict[Slot, Tensor] = {}
 
-    def check(self, state: State) -> None:
-        """Refuse state of an interrupted step."""
-        interrupted, where = self._interrupted
-        if interrupted is state and not self.is_stepping:
-            raise StateError(
-                f"flat_param.offload_optimizer: a step was stopped in {where}, but buckets before "
-                "it have stepped and those after it have not. Load parameters and state that were "
-                "saved together."
-            )
-
-    def step(self, optimizer: Optimizer, state: State) -> None:
+    def step(self, optimizer: Optimizer) -> None:
         """Step every bucket while the state of the next one is fetched."""
-        groups = optimizer.param_groups
-        hooks = {key: value for key, value in vars(optimizer).items() if key in STEP_HOOKS}
-        try:
-            try:
-                vars(optimizer).update({key: OrderedDict() for key in hooks})
-                self._step_each(optimizer, state, list(self._of(groups)))
-            finally:
-                self._end(optimizer, groups, hooks)
-        finally:  # an interrupt may have cut the first call short
-            self._end(optimizer, groups, hooks)
-
-    def _end(
-        self, optimizer: Optimizer, groups: list[dict[str, Any]], hooks: dict[str, Any]
-    ) -> None:
-        optimizer.param_groups = groups
-        vars(optimizer).update(hooks)
-        self.is_stepping = False
-
-    def _step_each(
-        self, optimizer: Optimizer, state: State, buckets: Sequence[dict[str, Any]]
-    ) -> None:
+        state, buckets = optimizer.state, list(self._of(optimizer.param_groups))
+        own = {key: value for key, value in vars(optimizer).items() if key != "_buckets"}
+        hooks: dict[str, Any] = {key: OrderedDict() for key in STEP_HOOKS}
         with ThreadPoolExecutor(1, thread_name_prefix="flat_param.offload") as thread:
             copies = _Copies(thread)
             arriving = self._fetch(copies, state, buckets[:1])
             for index, bucket in enumerate(buckets):
                 current, arriving = arriving, self._fetch(copies, state, buckets[index + 1 :][:1])
-                self.is_stepping = True
-                self._interrupted = state, f"bucket {index + 1} of {len(buckets)}"
                 fetched = _receive(state, *current)
-                self._step_one(optimizer, bucket)
+                vars(self._twin).update({**own, **hooks, "steps_bucket": True})
+                self._step_one(bucket)
                 self._write_back(copies, state, bucket["params"], fetched)
             copies.wait()
-            self._interrupted = None, ""
+        vars(self._twin).clear()
 
     def _of(self, groups: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Split parameter groups into buckets of parameters with gradients."""
@@ -263,83 +212,87 @@ class _Buckets:
         if run:
             yield run
 
-    def _step_one(self, optimizer: Optimizer, bucket: dict[str, Any]) -> None:
-        """Run the optimizer's step on one bucket; `_end` restores its groups."""
-        before = dict(bucket)
-        optimizer.param_groups = [bucket]
-        self._own_step(optimizer)
-        changed = [key for key in bucket if bucket[key] is not before.get(key)]
+    def _step_one(self, bucket: dict[str, Any]) -> None:
+        twin, options = self._twin, dict(bucket)
+        twin.param_groups = [bucket]
+        own = dict(vars(twin))
+        self._own_step(twin)
+        changed = [key for key in bucket if bucket[key] is not options.get(key)]
+        changed += [
+            key
+            for key, value in vars(twin).items()
+            if value is not own.get(key) and not key.startswith("_")
+        ]
         if changed:
             raise StateError(
-                f"flat_param.offload_optimizer: {type(optimizer).__name__} changes '{changed[0]}' "
-                "of its parameter group in a step, but it steps once per bucket. Use it as it is."
+                f"flat_param.offload_optimizer: {type(twin).__name__} changes '{changed[0]}' of "
+                "itself or of its parameter group in a step, but it steps once per bucket. Use it "
+                "as it is."
             )
 
     def _fetch(
-        self, copies: _Copies, state: State, buckets: Sequence[dict[str, Any]]
-    ) -> tuple[list[tuple[Tensor, str]], Future[list[Tensor]]]:
+        self, copies: _Copies, state: Any, buckets: Sequence[dict[str, Any]]
+    ) -> tuple[list[Slot], Future[list[Tensor]]]:
         """Start fetching the state of at most one bucket."""
-        found = [
-            ((param, key), stored)
+        slots = [
+            (param, key)
             for bucket in buckets
             for param in bucket["params"]
             for key, value in state.get(param, {}).items()
-            if (stored := self.stored.get((param, key))) and stored.tensor is value
+            if (param, key) in self.stored and self.stored[param, key] is value
         ]
-        return [slot for slot, _ in found], copies.fetch([stored for _, stored in found])
+        return slots, copies.fetch([(self.stored[slot], slot[0].device) for slot in slots])
 
     def _write_back(
-        self, copies: _Copies, state: State, params: Sequence[Tensor], fetched: list[Tensor]
+        self, copies: _Copies, state: Any, params: Sequence[Tensor], fetched: list[Tensor]
     ) -> None:
         """Start storing the state of a bucket, without keeping a reference to it."""
-        moved = self._places(state, params)
-        copies.write_back([(value, place) for _, value, place in moved], fetched=fetched)
-        self._show(state, moved)
+        places = self._places(state, params)
+        pairs = [(state[param][key], place) for (param, key), place in places.items()]
+        copies.write_back(pairs, fetched=fetched)
+        self._show(state, places)
 
-    def write_back_all(self, state: State) -> None:
+    def write_back_all(self, state: Any) -> None:
         """Store all state; if that fails, nothing has changed."""
-        moved: list[_Moved] = []
+        places: dict[Slot, Tensor] = {}
         for params in self._runs(param for param in state if isinstance(param, Tensor)):
             some = self._places(state, params)
-            for _, value, place in some:
-                place.copy_(value)
-            moved += some
-        self._show(state, moved)
+            for (param, key), place in some.items():
+                place.copy_(state[param][key])
+            places |= some
+        self._show(state, places)
 
-    def _places(self, state: State, params: Iterable[Tensor]) -> list[_Moved]:
-        """Pair each state tensor to move with its stored tensor."""
+    def _places(self, state: Any, params: Iterable[Tensor]) -> dict[Slot, Tensor]:
+        """The stored tensor for each state tensor to move: that of earlier steps, or a new one."""
         values = {
             (param, key): value
             for param in params
             for key, value in state.get(param, {}).items()
-            if self._storage.takes(value)
+            if self._takes(value)
         }
-        places = {slot: self._place_of(slot, value) for slot, value in values.items()}
-        new = [slot for slot, place in places.items() if place is None]
+        places = {
+            slot: self.stored[slot]
+            for slot, value in values.items()
+            if _fits(self.stored.get(slot), value)
+        }
+        new = [slot for slot in values if slot not in places]
         if new:
-            made = self._storage.allocate_like([values[slot] for slot in new])
+            made = _allocate_like([values[slot] for slot in new], self._folder)
             places.update(zip(new, made, strict=True))
-        return [
-            _Moved(slot, values[slot], place) for slot, place in places.items() if place is not None
-        ]
+        return places
 
-    def _place_of(self, slot: tuple[Tensor, str], value: Tensor) -> Tensor | None:
-        """The stored tensor of earlier steps, if the value has its dtype and strides."""
-        known = self.stored.get(slot)
-        if known is None or known.tensor is value or known.tensor.dtype != value.dtype:
-            return None
-        fits = known.tensor.shape == value.shape and known.tensor.stride() == _dense_stride(value)
-        return known.tensor if fits else None
+    def _takes(self, value: Any) -> bool:
+        """Whether a value is stored between steps."""
+        if type(value) is not Tensor or not value.dim() or not value.numel():
+            return False
+        return self._folder is not None or value.device.type != "cpu"
 
-    def _show(self, state: State, moved: Iterable[_Moved]) -> None:
-        for (param, key), value, place in moved:
-            self.stored[param, key] = _Stored(place, value.device)
-            state[param][key] = place
+    def _show(self, state: Any, places: dict[Slot, Tensor]) -> None:
+        for (param, key), place in places.items():
+            self.stored[param, key] = state[param][key] = place
 
 
-def _receive(
-    state: State, slots: Sequence[tuple[Tensor, str]], values: Future[list[Tensor]]
-) -> list[Tensor]:
+def _receive(state: Any, slots: Sequence[Slot], values: Future[list[Tensor]]) -> list[Tensor]:
     """Move fetched state into the optimizer; only the returned list also refers to it."""
     fetched = values.result()
     for (param, key), value in zip(slots, fetched, strict=True):
@@ -347,12 +300,11 @@ def _receive(
     return fetched
 
 
-class _Moved(NamedTuple):
-    """State and the stored tensor for it."""
-
-    slot: tuple[Tensor, str]
-    value: Tensor
-    place: Tensor
+def _fits(stored: Tensor | None, value: Tensor) -> bool:
+    """Whether a stored tensor may be overwritten with a value."""
+    if stored is None or stored is value or stored.dtype != value.dtype:
+        return False
+    return stored.shape == value.shape and stored.stride() == _dense_stride(value)
 
 
 class _Copies:
@@ -367,7 +319,7 @@ class _Copies:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._last: Future[None] | None = None
 
-    def fetch(self, stored: Sequence[_Stored]) -> Future[list[Tensor]]:
+    def fetch(self, stored: Sequence[tuple[Tensor, torch.device]]) -> Future[list[Tensor]]:
         """Start copying stored state to its devices."""
 
         @torch.no_grad()
@@ -430,41 +382,21 @@ def _record_event(device: torch.device) -> torch.Event:
     return event
 
 
-class _Storage:
-    """Memory for state between steps: CPU memory, or files of a folder.
+def _allocate_like(values: Sequence[Tensor], folder: str | None) -> list[Tensor]:
+    """Uninitialised tensors like `values`, in one allocation: a file, or CPU memory.
 
     CPU memory is pinned where there is an accelerator. A file is mapped and unlinked, so it
     vanishes with the process. Its space is reserved at once: a full disk raises an error here, and
     does not crash the process at a later write.
     """
-
-    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
-        self._folder = None if folder is None else os.fspath(folder)
-        if self._folder is not None:
-            _map_file(self._folder, _ALIGN_BYTES)
-
-    def takes(self, value: Any) -> bool:
-        """Whether a value is stored here between steps."""
-        if type(value) is not Tensor or not value.dim() or not value.numel():
-            return False
-        return self._folder is not None or value.device.type != "cpu"
-
-    def allocate_like(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Uninitialised tensors like `values`, in one allocation."""
-        ends = [0]
-        for value in values:
-            ends.append(
-                ends[-1] + -(-value.numel() * value.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
-            )
-        if self._folder is not None:
-            memory = _map_file(self._folder, ends[-1])
-        else:
-            pin = torch.accelerator.is_available()
-            memory = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=pin)
-        return [
-            _view_like(value, memory[start:end])
-            for value, start, end in zip(values, ends, ends[1:], strict=False)
-        ]
+    sizes = [round_up(value.numel() * value.itemsize, _ALIGN_BYTES) for value in values]
+    if folder is not None:
+        memory = _map_file(folder, sum(sizes))
+    else:
+        pin = torch.accelerator.is_available()
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin)
+    parts = memory.split(sizes)
+    return [_view_like(value, part) for value, part in zip(values, parts, strict=True)]
 
 
 def _map_file(folder: str, nbytes: int) -> Tensor:

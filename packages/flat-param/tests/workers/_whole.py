@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import torch
-from _harness import whole_state
+from _harness import distance, loss_of, share, whole_state
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from flat_param.plan import CommCount
 
 
 def whole_grads(model: nn.Module) -> dict[str, Tensor]:
@@ -19,9 +22,36 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_grads(model: nn.Module) -> dict[str, Tensor]:
-    """The same of a plain module."""
+    """The same of a plain module, or of FSDP2's."""
     named = model.named_parameters()
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+    return {n: whole(torch.zeros_like(p) if p.grad is None else p.grad) for n, p in named}
+
+
+def whole(value: Tensor) -> Tensor:
+    """All of a tensor, which may be a DTensor. Collective."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def same_grads(model: nn.Module, reference: nn.Module) -> None:
+    """Assert that gradients are the plain module's up to rounding. Collective."""
+    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+
+
+def same_step(model: nn.Module, reference: nn.Module, ids: Tensor, rank: int) -> int:
+    """Assert so of one step, which leaves nothing whole. Collective.
+
+    Returns:
+        How many gathers there were since the last count.
+    """
+    model.zero_grad()
+    reference.zero_grad()
+    loss_of(model, share(ids, rank)).backward()
+    gathers: int = model.comm_counts().get("all_gather", CommCount()).calls
+    loss_of(reference, ids).backward()
+    same_grads(model, reference)
+    assert whole_bytes(model) == 0
+    model.comm_counts()
+    return gathers
 
 
 def whole_bytes(model: nn.Module) -> int:

@@ -79,6 +79,23 @@ def check_a_model_without_a_loop_breaks_where_a_unit_begins(rank: int, world: in
     assert sum(counters["graph_break"].values()) == len(layers), dict(counters["graph_break"])
 
 
+def check_compiling_sharded_blocks_in_place(rank: int, world: int) -> None:
+    """`fully_shard(block).compile()`."""
+    model = sharded()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    compare(model, rank, world)
+
+
+def check_sharding_blocks_compiled_in_place(rank: int, world: int) -> None:
+    """`block.compile()`, then `fully_shard(block)`."""
+    model = plain()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+        flat_param.fully_shard(block)
+    compare(flat_param.fully_shard(model), rank, world)
+
+
 def check_sharding_compiled_blocks(rank: int, world: int) -> None:
     """`fully_shard(torch.compile(block))`."""
     model = plain()

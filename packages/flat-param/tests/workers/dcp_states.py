@@ -62,12 +62,6 @@ def put(model: nn.Module, optimizer: Any, state: dict[str, Any], **options: Any)
     )
 
 
-def check_training_is_that_of_one_process(rank: int, world: int) -> None:
-    """What all other checks compare with."""
-    for boundary in BOUNDARIES:
-        same(values_of(*trained(3, boundary=boundary)), truth(3))
-
-
 def check_saved_state_comes_back_and_trains_on(rank: int, world: int) -> None:
     """In the same model after more steps, and in another one; lr follows the groups' names."""
     for boundary in BOUNDARIES:
@@ -167,7 +161,11 @@ def check_flattened_state_with_groups_in_other_order(rank: int, world: int) -> N
     same(values_of(other, fresh), truth(3))
     assert [group["lr"] for group in fresh.param_groups] == [0.02, 0.01]
     last = sharded(9)
-    flat_param.load_sharded(last, path, optimizer=optimizer_of(last, flipped=True))
+    raises(
+        flat_param.CheckpointError,
+        "was saved with flatten_optimizer_state_dict",
+        lambda: flat_param.load_sharded(last, path, optimizer=optimizer_of(last)),
+    )
 
 
 def check_state_of_own_rank_comes_back(rank: int, world: int) -> None:
@@ -252,14 +250,6 @@ def check_whole_tensors_load(rank: int, world: int) -> None:
     assert "layers.0.up.weight" in part.missing_keys
 
 
-def check_state_dict_is_refused_inside_forward(rank: int, world: int) -> None:
-    """There the module has unsharded parameters."""
-    model = sharded()
-    model.layers[0].up.register_forward_hook(lambda *_: model.state_dict())
-    ids = torch.zeros(1, 2, dtype=torch.long)
-    raises(flat_param.StateError, "called inside forward or backward", lambda: model(ids))
-
-
 def check_count_of_ranks_that_skip_does_not_count(rank: int, world: int) -> None:
     """Where only ranks that have elements step a parameter, theirs is the step that is saved.
 
@@ -299,6 +289,25 @@ def check_count_of_ranks_that_skip_does_not_count(rank: int, world: int) -> None
     again = optimizer.state[model[rank].weight]
     assert again["count"] == 7 + rank, again["count"]
     assert type(again["count"]) is int
+
+
+def check_state_without_a_shard_is_refused(rank: int, world: int) -> None:
+    """Adafactor's vectors are on the rank with the parameter; only `save_sharded` knows which."""
+    layers = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 8, bias=False))
+    model = flat_param.fully_shard(layers, boundary="tensor")
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    for call in (optimizer.state_dict, lambda: get_optimizer_state_dict(model, optimizer)):
+        raises(flat_param.StateError, "_var' of parameter", call)
+    path = f"{FOLDER}/factored"
+    flat_param.save_sharded(model, path, optimizer=optimizer)
+    (state,) = (values for values in optimizer.state.values() if values)
+    expected = state["row_var"].clone()
+    state["row_var"].zero_()
+    flat_param.load_sharded(model, path, optimizer=optimizer)
+    (state,) = (values for values in optimizer.state.values() if values)
+    assert torch.equal(state["row_var"], expected)
 
 
 def check_checkpoints_of_fsdp2_and_of_plain_models(rank: int, world: int) -> None:

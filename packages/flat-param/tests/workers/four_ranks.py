@@ -1,4 +1,4 @@
-"""Units that smaller groups keep from forward to backward, and copies, on four ranks."""
+"""Units, and copies of them, on four ranks."""
 
 from __future__ import annotations
 
@@ -7,108 +7,17 @@ import torch
 from _harness import (
     Model,
     batches,
-    distance,
     loss_of,
-    plain,
     raises,
     run_checks,
     sharded,
     share,
 )
-from _whole import plain_grads, whole_bytes, whole_grads
+from _whole import whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import flat_param
-
-BOUNDARIES = ("element", "row", "tensor")
-
-
-def _kept_bytes(model: Model) -> int:
-    kept = [unit._kept for unit in model._flat_param.schedule.units]
-    return sum(each.nbytes for each in kept if each is not None)
-
-
-def _parts(model: Model) -> list[flat_param.plan.ShardPlan]:
-    return [part.plan for block in model.blocks for part in block._flat_param.parts]
-
-
-def _sent(model: Model, ids: Tensor, rank: int) -> int:
-    model.zero_grad()
-    model.comm_counts()
-    loss_of(model, share(ids, rank)).backward()
-    return model.comm_counts()["all_gather"].wire_bytes
-
-
-def check_groups_send_and_keep_their_parts(rank: int, world: int) -> None:
-    """Bytes gathered and kept are counted; gradients equal the plain model's."""
-    (ids,) = batches(world, 1)
-    reference = plain()
-    loss_of(reference, ids).backward()
-    for boundary in BOUNDARIES:
-        model = sharded(boundary=boundary)
-        usual = _sent(model, ids, rank)
-        model.set_reshard_after_forward(2)
-        parts = [(4 * plan.shard_numel, 4 * -(-plan.numel // 2)) for plan in _parts(model)]
-        assert _sent(model, ids, rank) == usual - sum(3 * shard - half for shard, half in parts)
-        assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
-        assert (whole_bytes(model), _kept_bytes(model)) == (0, 0)
-        loss = loss_of(model, share(ids, rank))
-        assert _kept_bytes(model) == sum(half for _, half in parts)
-        loss.backward()
-        with torch.no_grad():
-            loss_of(model, share(ids, rank))
-        assert _kept_bytes(model) == 0
-        model.set_reshard_after_forward(True)
-        assert _sent(model, ids, rank) == usual
-        other = sharded(boundary=boundary, reshard_after_forward=2)
-        assert _sent(other, ids, rank) == usual - sum(3 * shard - half for shard, half in parts)
-
-
-def check_groups_of_one_and_of_all_are_the_two_switches(rank: int, world: int) -> None:
-    """One rank keeps everything; all ranks keep their shards."""
-    (ids,) = batches(world, 1)
-    model = sharded()
-    for number, switch in ((1, False), (world, True)):
-        model.set_reshard_after_forward(switch)
-        expected = _sent(model, ids, rank)
-        model.set_reshard_after_forward(number)
-        assert _sent(model, ids, rank) == expected
-
-
-def check_changed_parameters_are_gathered_from_shards(rank: int, world: int) -> None:
-    """A step between forward and backward: backward sees it, as without groups."""
-    first, second = batches(world, 2)
-    found = []
-    for how in (True, 2):
-        model = sharded()
-        model.set_reshard_after_forward(how)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-        loss_of(model, share(first, rank)).backward()
-        loss = loss_of(model, share(second, rank))
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.backward()
-        found.append(whole_grads(model))
-    assert distance(*found) == 0
-
-
-def check_numbers_that_do_not_divide_are_refused(rank: int, world: int) -> None:
-    """By name, and nothing is changed."""
-    model = sharded()
-    for number in (3, 0, -2, 8):
-        raises(
-            flat_param.StateError,
-            f"{number} ranks are to keep the outermost unit, but it is divided over 4",
-            lambda number=number: model.set_reshard_after_forward(number),
-        )
-    raises(
-        flat_param.StateError,
-        "3 ranks are to keep a unit, but it is divided over 4",
-        lambda: flat_param.fully_shard(plain(), reshard_after_forward=3),
-    )
-    units = model._flat_param.schedule.units
-    assert all(unit.frees_after_forward and unit.regroup is None for unit in units)
 
 
 def check_errors_of_whole_modules_are_their_own(rank: int, world: int) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from _harness import batches, loss_of, run_checks, sharded, share
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -22,19 +20,6 @@ KINDS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     (torch.optim.Adagrad, {"lr": 0.1}),
 )
-
-
-class Stopping(torch.optim.AdamW):
-    """Interrupted after some more buckets; -1 for never."""
-
-    left = -1
-
-    def step(self, closure: Any = None) -> Any:
-        """Step, or be interrupted."""
-        if not Stopping.left:
-            raise KeyboardInterrupt
-        Stopping.left -= Stopping.left > 0
-        return super().step(closure)
 
 
 def made(kind: Any, options: dict[str, Any], *, offloaded: bool, **unit: Any) -> tuple[Any, Any]:
@@ -94,34 +79,6 @@ def check_checkpoints_are_those_of_any_optimizer(rank: int, world: int) -> None:
         found = flat_param.full_state_dict(model, optimizer=optimizer)
         expected = expected or found
         assert same(found, expected), (first, second)
-
-
-def check_stopped_step_is_told_and_mended_by_a_checkpoint(rank: int, world: int) -> None:
-    """No checkpoint is made of it; the one before loads into the same optimizer."""
-    kind, options = Stopping, {"lr": 0.01}
-    model, optimizer = made(kind, options, offloaded=True)
-    train(model, optimizer, batches(world, 2), rank)
-    path = FOLDER / "before"
-    flat_param.save_sharded(model, path, optimizer=optimizer, step=2)
-    Stopping.left = 2
-    with pytest.raises(KeyboardInterrupt):
-        train(model, optimizer, batches(world, 3)[2:], rank)
-    Stopping.left = -1
-    words = re.escape("a step was stopped in bucket 3 of ")
-    for call in (
-        lambda: optimizer.step(),
-        lambda: flat_param.save_sharded(model, FOLDER / "half", optimizer=optimizer, step=3),
-    ):
-        with pytest.raises(flat_param.StateError, match=words):
-            call()
-    assert not (FOLDER / "half").exists()
-    dist.barrier()
-    flat_param.load_sharded(model, path, optimizer=optimizer)
-    train(model, optimizer, batches(world, 3)[2:], rank)
-    found = flat_param.full_state_dict(model, optimizer=optimizer)
-    model, optimizer = made(kind, options, offloaded=False)
-    train(model, optimizer, batches(world, 3), rank)
-    assert same(found, flat_param.full_state_dict(model, optimizer=optimizer))
 
 
 def check_load_that_fails_elsewhere_leaves_state(rank: int, world: int) -> None:

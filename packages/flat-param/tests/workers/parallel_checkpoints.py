@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _harness import run_checks, whole_state
-from tensor_parallel import batch, parallel, plain, sharded, whole
+from _whole import whole
+from tensor_parallel import batch, parallel, plain, sharded
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from _harness import raises, run_checks, whole_state
+from _whole import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -91,11 +92,6 @@ def batch(step: int, share: int | None = None) -> Tensor:
     """Inputs of both rows of the mesh, `(4, 6)`, or of one of them."""
     whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
     return whole if share is None else whole[2 * share : 2 * share + 2]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor; collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def distance(state: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

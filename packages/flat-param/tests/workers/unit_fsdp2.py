@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from _harness import options_of, run_checks, whole_state
-from _whole import whole_grads
+from _whole import plain_grads, whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor
 
 from flat_param import fully_shard
 
@@ -87,12 +86,6 @@ def step(model: Model, rank: int, seed: int = 0) -> list[Tensor]:
     return [each.detach() for each in outputs]
 
 
-def their_grads(model: Model) -> dict[str, Tensor]:
-    """Whole gradients of FSDP2's parameters, by name."""
-    grads = {name: param.grad for name, param in model.named_parameters()}
-    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
-
-
 def assert_same(theirs: Model, ours: Model, rank: int) -> None:
     """Outputs and gradients of a step, then of two steps, are equal and not zero."""
     for seed in (1, 2):
@@ -100,7 +93,7 @@ def assert_same(theirs: Model, ours: Model, rank: int) -> None:
         for mine, its in zip(*outputs, strict=True):
             assert mine.dtype is its.dtype
             assert torch.equal(mine, its)
-        expected, found = their_grads(theirs), whole_grads(ours)
+        expected, found = plain_grads(theirs), whole_grads(ours)
         assert list(expected) == list(found)
         for name, grad in expected.items():
             assert torch.equal(grad, found[name]), name

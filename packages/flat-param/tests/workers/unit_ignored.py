@@ -9,12 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _harness import options_of, raises, run_checks, whole_state
-from _whole import whole_bytes
+from _whole import whole, whole_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor
 
 import flat_param
 from flat_param import ParameterError, fully_shard
@@ -76,11 +75,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, seed: in
     loss.backward()
     optimizer.step()
     return loss.detach()
-
-
-def whole(value: Tensor) -> Tensor:
-    """FSDP2's tensors as one process has them."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -150,10 +144,9 @@ def check_nothing_is_done_to_them(rank: int, world: int) -> None:
     """They are not cast, broadcast, initialised or moved, on meta or not; others are."""
     for is_meta in (False, True):
         layer = build().first
-        kept = layer.scale
         if is_meta:
             layer.to("meta")
-            layer.scale = kept
+        kept = layer.scale
         with torch.no_grad():
             kept.fill_(rank + 1)
         fully_shard(
@@ -164,15 +157,31 @@ def check_nothing_is_done_to_them(rank: int, world: int) -> None:
             mp_policy=MixedPrecisionPolicy(torch.float64),
         )
         assert layer.scale is kept
-        assert kept.tolist() == [rank + 1.0] * 5
-        assert layer.shift.is_meta == is_meta
-        if is_meta:
-            layer.shift = nn.Parameter(torch.zeros(5))
+        assert kept.is_meta == layer.shift.is_meta == is_meta
+        if not is_meta:
+            assert kept.tolist() == [rank + 1.0] * 5
+        else:
+            layer.scale, layer.shift = (nn.Parameter(torch.zeros(5)) for _ in range(2))
             assert whole_state(layer)["still"].tolist() == torch.ones(5, 5).tolist()
         layer.forward = lambda x, layer=layer: layer.up(x) * layer.scale
         assert layer(torch.ones(2, 5)).dtype == torch.float64
         assert layer.scale.dtype == torch.float32
         assert layer.up.weight.numel() < 25 or world == 1
+
+
+def check_one_with_values_beside_meta_tensors_is_refused(rank: int, world: int) -> None:
+    """Initialising its module would overwrite it."""
+    layer = build().first
+    kept = layer.scale
+    layer.to("meta")
+    layer.scale = kept
+    text = "has tensors on meta beside an ignored parameter that has values"
+    raises(
+        flat_param.ParameterError,
+        text,
+        lambda: fully_shard(layer, ignored_params={kept}, init_fn=lambda module: None),
+    )
+    assert layer.up.weight.is_meta
 
 
 def check_checkpoints_have_them(rank: int, world: int) -> None:
@@ -249,18 +258,13 @@ def check_one_set_does_for_all_units(rank: int, world: int) -> None:
     assert ignored_of(together) == given & set(together.parameters())
 
 
-def check_wrong_ones_are_refused_by_name(rank: int, world: int) -> None:
+def check_sharded_ones_are_refused_by_name(rank: int, world: int) -> None:
     """Before anything changes."""
     model = build()
-    for wrong, text in (
-        ([torch.ones(2)], "ignored_params has a Tensor, but it must be a set of parameters"),
-        (["own"], "ignored_params has a str, but it must be a set of parameters"),
-    ):
-        raises(ParameterError, text, lambda wrong=wrong: fully_shard(model, ignored_params=wrong))
-    assert type(model) is Model
     fully_shard(model.first)
     text = "parameter 'first.scale' is in ignored_params, but a unit inside has sharded it already"
     raises(ParameterError, text, lambda: fully_shard(model, ignored_params={model.first.scale}))
+    assert type(model) is Model
 
 
 def check_ties_to_ignored_ones_are_refused_by_name(rank: int, world: int) -> None:

@@ -14,7 +14,6 @@ from _harness import (
     WAYS,
     Block,
     batches,
-    distance,
     loss_of,
     options_of,
     plain,
@@ -22,7 +21,7 @@ from _harness import (
     sharded,
     share,
 )
-from _whole import plain_grads, whole_grads
+from _whole import same_grads, same_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -45,7 +44,7 @@ def check_no_sync_accumulates_and_stays_silent(rank: int, world: int) -> None:
         expected = {"all_gather"} if way == "ZeRO-3" else set()
         assert set(counts) == expected, (way, counts)
         loss_of(model, share(inputs[2], rank)).backward()
-        assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+        same_grads(model, reference)
 
 
 def check_one_forward_two_backwards(rank: int, world: int) -> None:
@@ -56,7 +55,7 @@ def check_one_forward_two_backwards(rank: int, world: int) -> None:
         loss = loss_of(module, part)
         loss.backward(retain_graph=True)
         loss.backward()
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+    same_grads(model, reference)
 
 
 def check_layer_unused_on_one_rank_gets_the_mean_with_zero(rank: int, world: int) -> None:
@@ -76,7 +75,7 @@ def check_layer_unused_on_one_rank_gets_the_mean_with_zero(rank: int, world: int
         for other in range(world):
             (loss(reference, share(ids, other), skip=other == 1) / world).backward()
         model(share(ids, rank)).backward()
-        assert distance(whole_grads(model), plain_grads(reference)) < 1e-6, way
+        same_grads(model, reference)
         assert model.blocks[1].up.weight.grad is not None
 
 
@@ -95,7 +94,7 @@ def check_activation_checkpointing_inside_and_around_units(rank: int, world: int
             for model in (around, inside, both):
                 loss_of(model, share(ids, rank)).backward()
         for model in (around, inside, both):
-            assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+            same_grads(model, reference)
 
 
 def _forward(model: nn.Module, again: Callable[..., Tensor], part: Tensor) -> Tensor:
@@ -107,31 +106,25 @@ def _forward(model: nn.Module, again: Callable[..., Tensor], part: Tensor) -> Te
 
 def check_a_backward_inside_one_through_the_same_units_is_refused(rank: int, world: int) -> None:
     """Where it has gradients for what is summed already; the next step is right all the same."""
-    reference, model, seen = plain(), sharded(), []
+    model, seen = sharded(), []
     first, second = batches(world, 2)
     model.blocks[0].register_forward_hook(lambda *call: seen.append(call[-1]))
     loss, other = (loss_of(model, share(ids, rank)) for ids in (first, second))
     seen[0].register_hook(lambda grad: other.backward())
     with pytest.raises(StateError, match="another gradient, of a backward inside"):
         loss.backward()
-    model.zero_grad()
-    for module, ids in ((reference, second), (model, share(second, rank))):
-        loss_of(module, ids).backward()
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+    same_step(model, plain(), second, rank)
 
 
 def check_units_nest_three_deep(rank: int, world: int) -> None:
     """A layer in a block in the model, each a unit with direct parameters."""
-    reference, model = plain(), plain()
+    model = plain()
     for block in model.blocks:
         fully_shard(block.up)
         fully_shard(block)
     fully_shard(model)
     assert len(model._flat_param.schedule.units) == 7
-    for ids in batches(world):
-        loss_of(reference, ids).backward()
-        loss_of(model, share(ids, rank)).backward()
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+    same_step(model, plain(), batches(world, 1)[0], rank)
 
 
 def check_input_used_in_many_steps_is_hooked_once(rank: int, world: int) -> None:
@@ -166,7 +159,7 @@ def check_a_loss_of_an_input_alone_sends_nothing(rank: int, world: int) -> None:
                 assert model.comm_counts() == {}
             if not after:
                 loss.backward()
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+    same_grads(model, reference)
 
 
 if __name__ == "__main__":

@@ -1,54 +1,22 @@
-"""How sums over ranks are made, as its user says: beside FSDP2 and FSDP1, bit by bit."""
+"""How sums over ranks are made, as its user says: beside FSDP2, bit by bit."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import options_of, raises, run_checks, whole_state
-from _whole import whole_bytes, whole_grads
+from _harness import Model, batches, loss_of, plain, raises, run_checks, share, whole_state
+from _whole import plain_grads, whole_bytes, whole_grads
 from torch import Tensor, nn
-from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
 
 from flat_param import fully_shard
-
-
-class Layer(nn.Module):
-    """A layer that is a unit; a batch may skip it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 9), nn.Linear(9, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Model(nn.Module):
-    """Two layers and a head; the first may be left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = Layer(), Layer(), nn.Linear(4, 3)
-        self.skips = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(x if self.skips else self.first(x)))
-
-
-def built() -> Model:
-    """The same weights each time."""
-    torch.manual_seed(0)
-    return Model()
+from flat_param.plan import CommCount
 
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
@@ -56,12 +24,17 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("copies", "parts")[-len(shape) :])
 
 
+def built(shard: Any, **options: Any) -> Model:
+    """Two blocks, a unit each, and one around them; FSDP2 shards no scalars."""
+    model = plain(depth=2, scalars=False)
+    for module in (*model.blocks, model):
+        shard(module, **options)
+    return model
+
+
 def by_fsdp2(shape: tuple[int, ...]) -> Model:
     """As FSDP2 has it."""
-    model = built()
-    mesh = mesh_of(shape)
-    for module in (model.first, model.second, model):
-        fsdp2(module, mesh=mesh)
+    model = built(fsdp2, mesh=mesh_of(shape))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
@@ -70,56 +43,25 @@ def by_fsdp2(shape: tuple[int, ...]) -> Model:
 
 def by_us(shape: tuple[int, ...] | None = None, **options: Any) -> Model:
     """As we have it, with copies where the shape has."""
-    model = built()
-    if shape is not None:
-        options |= {"mesh": mesh_of(shape)}
-    for module in (model.first, model.second, model):
-        fully_shard(module, **options)
-    return model
-
-
-STRATEGIES = {"replicated": "NO_SHARD", "ZeRO-2": "SHARD_GRAD_OP", "ZeRO-3": "FULL_SHARD"}
-
-
-def by_fsdp1(strategy: str) -> nn.Module:
-    """As FSDP1 has it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of NO_SHARD
-        return FullyShardedDataParallel(
-            built(),
-            auto_wrap_policy=ModuleWrapPolicy({Layer}),
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=True,
-            device_id=torch.device("cpu"),
-        )
+    return built(fully_shard, **options, **({"mesh": mesh_of(shape)} if shape else {}))
 
 
 def step(model: nn.Module, rank: int, seed: int) -> None:
     """Forward and backward on this rank's batch."""
-    generator = torch.Generator().manual_seed(10 * seed + rank)
-    model(torch.randn(5, 4, generator=generator)).square().mean().backward()
-
-
-def their_grads(model: nn.Module) -> dict[str, Tensor]:
-    """Whole gradients of FSDP2's parameters; zero where there is none."""
-    found = {}
-    for name, param in model.named_parameters():
-        grad = torch.zeros_like(param) if param.grad is None else param.grad
-        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return found
+    ids = batches(dist.get_world_size(), seed)[-1]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # that returns a view, the head's
+        loss_of(model, share(ids, rank)).backward()
 
 
 def assert_same(theirs: Model, ours: Model) -> None:
     """Gradients are equal, and not zero, but for what was left out."""
-    expected, found = their_grads(theirs), whole_grads(ours)
+    expected, found = plain_grads(theirs), whole_grads(ours)
     assert list(expected) == list(found)
     same = torch.equal if dist.get_world_size() < 3 else torch.allclose  # orders of sums differ
     for name, grad in expected.items():
         assert same(grad, found[name]), name
     assert expected["head.weight"].any()
-
-
-close = partial(torch.allclose, rtol=1e-2, atol=1e-4)
 
 
 def have_grads(model: nn.Module) -> bool:
@@ -156,21 +98,25 @@ def check_kept_sums_of_a_layer_that_is_left_out_are_summed(rank: int, world: int
         kept.set_requires_all_reduce(seed == 2)
         silent.set_requires_gradient_sync(seed == 2)
         for model in (kept, silent):
-            model.skips = seed == 2
             step(model, rank, seed)
+            model.forward = partial(_without_first, model)
     found, expected = whole_grads(kept), whole_grads(silent)
-    assert expected["first.up.weight"].any()
+    assert expected["blocks.0.up.weight"].any()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _without_first(model: Model, ids: Tensor) -> Tensor:
+    return model.head(model.blocks[1](model.embed(ids) * model.scale))
 
 
 def check_copies_of_one_unit_are_left_apart(rank: int, world: int) -> None:
     """The others' gradients are there already, as FSDP2's are; then all add up."""
     theirs, ours = by_fsdp2((world, 1)), by_us((world, 1))
     for model in (theirs, ours):
-        model.second.set_requires_all_reduce(False, recurse=False)
+        model.blocks[1].set_requires_all_reduce(False, recurse=False)
         step(model, rank, seed=1)
-        assert not have_grads(model.second)
-        assert have_grads(model.first)
+        assert not have_grads(model.blocks[1])
+        assert have_grads(model.blocks[0])
         model.set_requires_all_reduce(True)
         step(model, rank, seed=2)
     assert_same(theirs, ours)
@@ -187,20 +133,20 @@ def check_model_without_copies_leaves_nothing_apart(rank: int, world: int) -> No
 def check_kept_sums_are_dropped(rank: int, world: int) -> None:
     """By `zero_grad`, and by a backward that is stopped: the next gradients are of their step."""
     for drops in ("zero_grad", "stopped"):
-        model, plain = (by_us((world, 1)) for _ in range(2))
+        model, usual = (by_us((world, 1)) for _ in range(2))
         model.set_requires_all_reduce(False)
         step(model, rank, 1)
         if drops == "zero_grad":
             model.zero_grad()
         else:
-            out = model(torch.ones(2, 4))
+            out = model(torch.zeros(2, 4, dtype=torch.int64))
             out.register_hook(_fails)
             raises(ZeroDivisionError, "stopped", out.sum().backward)
             model.zero_grad()
         model.set_requires_all_reduce(True)
-        for each in (model, plain):
+        for each in (model, usual):
             step(each, rank, 2)
-        sums = [whole_grads(each) for each in (model, plain)]
+        sums = [whole_grads(each) for each in (model, usual)]
         assert all(torch.equal(sums[0][name], sums[1][name]) for name in sums[0])
 
 
@@ -214,13 +160,13 @@ def check_hook_changes_sums_as_fsdp2s(rank: int, world: int) -> None:
         theirs, ours = by_fsdp2(shape), by_us(shape)
         called: list[str] = []
         for name, model in (("theirs", theirs), ("ours", ours)):
-            model.first.set_all_reduce_hook(partial(_halve, called, name))
+            model.blocks[0].set_all_reduce_hook(partial(_halve, called, name))
         for seed in (1, 2):
             for model in (theirs, ours):
                 step(model, rank, seed)
             assert_same(theirs, ours)
         assert called == ["theirs", "ours"] * 2
-        ours.first.set_all_reduce_hook(None)
+        ours.blocks[0].set_all_reduce_hook(None)
         step(ours, rank, 1)
         assert len(called) == 4
 
@@ -230,69 +176,6 @@ def _halve(called: list[str], name: str, part: Tensor) -> None:
     ranks = torch.ones(())
     dist.all_reduce(ranks)  # it may communicate
     part.div_(2 * ranks)
-
-
-def check_torchs_comm_hooks_reduce_as_with_fsdp1(rank: int, world: int) -> None:
-    """All of a tree, whole and divided, in low precision, after accumulation."""
-    if world == 1:
-        return  # FSDP1 ignores the factor there
-    group = dist.new_group(list(range(world)))
-    low = default_hooks.LowPrecisionState(group)
-    cases: list[tuple[str, Any, Callable[..., None]]] = [
-        ("replicated", default_hooks.DefaultState(group), default_hooks.allreduce_hook),
-        ("ZeRO-3", default_hooks.DefaultState(group), default_hooks.reduce_scatter_hook),
-        ("ZeRO-2", default_hooks.DefaultState(group), default_hooks.reduce_scatter_hook),
-        ("ZeRO-3", low, low_precision),
-        ("replicated", low, low_precision),
-    ]
-    for way, state, hook in cases:
-        theirs = by_fsdp1(STRATEGIES[way])
-        ours = by_us(**options_of(way))
-        for model in (theirs, ours):
-            model.register_comm_hook(state, hook)
-            with model.no_sync():
-                step(model, rank, 1)
-            step(model, rank, 2)
-        found = whole_grads(ours)
-        with FullyShardedDataParallel.summon_full_params(theirs, with_grads=True):
-            for name, param in theirs.named_parameters():
-                grad = found[name.replace("_fsdp_wrapped_module.", "")]
-                assert (torch.equal if world < 3 else close)(param.grad, grad), (way, name)
-
-
-def low_precision(state: Any, grad: Tensor, out: Tensor | None = None) -> None:
-    """As torch's bf16_compress_hook, whose last line needs a device: other memory is put there."""
-    grad.data = grad.data.to(torch.bfloat16)
-    if out is None:
-        default_hooks.allreduce_hook(state, grad)
-        grad.data = grad.data.to(torch.float32)
-    else:
-        out.data = out.data.to(torch.bfloat16)
-        default_hooks.reduce_scatter_hook(state, grad, out)
-        out.data = out.data.to(torch.float32)
-
-
-def check_comm_hook_of_uneven_parts_and_units(rank: int, world: int) -> None:
-    """Parts of whole tensors have one length each; a unit's own hook is for it and those inside."""
-    plain, ours = by_us(boundary="tensor"), by_us(boundary="tensor")
-    state = default_hooks.DefaultState(dist.new_group(list(range(world))))
-    ours.register_comm_hook(state, default_hooks.reduce_scatter_hook)
-    ours.first.register_comm_hook(None, partial(_zeros))
-    for model in (plain, ours):
-        step(model, rank, 1)
-    expected, found = whole_grads(plain), whole_grads(ours)
-    for name, grad in found.items():
-        wanted = torch.zeros_like(grad) if name.startswith("first.") else expected[name]
-        assert torch.allclose(grad, wanted, atol=1e-7), name
-    ours.register_comm_hook(None, None)
-    ours.zero_grad()
-    step(ours, rank, 1)
-    assert all(torch.equal(grad, expected[name]) for name, grad in whole_grads(ours).items())
-
-
-def _zeros(state: None, full: Tensor, part: Tensor) -> None:
-    assert full.numel() == dist.get_world_size() * part.numel()
-    part.zero_()
 
 
 def check_whole_parameters_stay_after_backward_as_fsdp2s(rank: int, world: int) -> None:
@@ -308,26 +191,22 @@ def check_whole_parameters_stay_after_backward_as_fsdp2s(rank: int, world: int) 
         model.set_reshard_after_backward(True)
         step(model, rank, 2)
     # The head stays from forward to backward; a layer is gathered again for backward.
-    assert ours.comm_counts().get("all_gather", _NONE).calls == (2 if world > 1 else 0)
+    assert ours.comm_counts().get("all_gather", CommCount()).calls == (2 if world > 1 else 0)
     assert_same(theirs, ours)
     assert whole_bytes(ours) == 0
 
 
-class _NONE:
-    calls = 0
-
-
 def check_values_of_a_step_are_never_stale(rank: int, world: int) -> None:
     """Parameters that stay are gathered again where they have changed."""
-    plain, kept = by_us(), by_us()
+    usual, kept = by_us(), by_us()
     kept.set_reshard_after_backward(False)
     for seed in (1, 2, 3):
-        for model in (plain, kept):
+        for model in (usual, kept):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             step(model, rank, seed)
             optimizer.step()
             optimizer.zero_grad()
-    first, second = whole_state(plain), whole_state(kept)
+    first, second = whole_state(usual), whole_state(kept)
     assert all(torch.equal(first[name], second[name]) for name in first)
     kept.set_reshard_after_backward(None)
     step(kept, rank, 1)
@@ -335,7 +214,7 @@ def check_values_of_a_step_are_never_stale(rank: int, world: int) -> None:
     inner = by_us()
     inner.set_reshard_after_backward(False, recurse=False)
     step(inner, rank, 1)
-    units = [inner._flat_param, inner.first._flat_param, inner.second._flat_param]
+    units = [module._flat_param for module in (inner, *inner.blocks)]
     assert [unit.is_unsharded for unit in units] == [True, False, False]
     silent = by_us(reshard_after_forward=False)
     silent.set_reshard_after_backward(True)

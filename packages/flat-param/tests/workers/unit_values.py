@@ -1,9 +1,8 @@
-"""Values of a unit as others read and write them; one check per claim."""
+"""Values and dtypes of a unit, as others read and write them; one check per claim."""
 
 from __future__ import annotations
 
 import tempfile
-import time
 
 import torch
 import torch.distributed as dist
@@ -20,101 +19,64 @@ from _harness import (
     share,
     whole_state,
 )
-from _whole import plain_grads, whole_grads
+from _whole import plain_grads, same_grads, whole_grads
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import flat_param
+from flat_param import fully_shard
 
 
-def check_whole_params_can_be_read_and_written(rank: int, world: int) -> None:
-    """Whole params can be read and written."""
-    model, reference = sharded(), plain()
-    with model.whole_params(write_back=True), torch.no_grad():
-        assert model.head.weight.shape == (11, 7)
-        assert torch.equal(model.head.weight, reference.head.weight)
-        model.head.weight.mul_(2)
-    assert torch.equal(whole_state(model)["head.weight"], 2 * reference.head.weight)
-
-
-def check_reassigned_parameter_is_taken_up(rank: int, world: int) -> None:
-    """Reassigned parameter is taken up."""
-    model, reference = sharded(), plain()
-    fresh = torch.full((11, 7), 0.25)
-    model.head.weight = nn.Parameter(fresh.clone())
-    reference.head.weight = nn.Parameter(fresh.clone())
+def check_replaced_parameter_is_refused(rank: int, world: int) -> None:
+    """By name, before anything is communicated or written; the sharded parameter is back."""
+    model = sharded()
     (ids,) = batches(world, 1)
+    param, before = model.head.weight, whole_state(model)
+    for uses in (lambda: model(share(ids, rank)), model.state_dict, model.double, model.unshard):
+        for value in (nn.Parameter(torch.ones(11, 7)), nn.Parameter(param.detach() + 1), None):
+            model.head.weight = value
+            model.comm_counts()
+            raises(flat_param.ParameterError, "'head.weight' was replaced by a", uses)
+            assert not model.comm_counts()
+            assert model.head.weight is param
+    param.data = torch.ones(2, 2, 2)
+    raises(flat_param.ParameterError, "data of parameter 'head.weight'", model.state_dict)
+    assert distance(whole_state(model), before) == 0
     loss_of(model, share(ids, rank)).backward()
-    loss_of(reference, ids).backward()
-    assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
-    model.head.weight = nn.Parameter(torch.ones(2, 2))
-    model.comm_counts()
-    raises(flat_param.ParameterError, "'head.weight'", lambda: model(share(ids, rank)))
-    assert not model.comm_counts(), "an error must come before the first collective"
 
 
-def _whole(model: nn.Module) -> Tensor:
+def check_values_of_other_memory_are_what_everything_reads(rank: int, world: int) -> None:
+    """Set by `param.data = ...`, as some optimizers do, where a forward has gathered it, too."""
+    (ids,) = batches(world, 1)
+    readers = (whole_state, _whole, _saved, _moved)
+    expected = plain().state_dict()
+    expected["head.weight"] = 2 * expected["head.weight"]
+    for read in readers:
+        for is_gathered in (False, True):
+            model = sharded()
+            if is_gathered:
+                model(share(ids, rank))  # without a backward
+            model.head.weight.data = 2 * model.head.weight.data
+            assert distance(read(model), expected) == 0
+            assert distance(whole_state(model), expected) == 0
+
+
+def _whole(model: nn.Module) -> dict[str, Tensor]:
     with model.whole_params():
-        return model.head.weight.detach().clone()
+        return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def _saved(model: nn.Module) -> Tensor:
+def _saved(model: nn.Module) -> dict[str, Tensor]:
     paths = [tempfile.mkdtemp()]
     dist.broadcast_object_list(paths)
     flat_param.save_sharded(model, paths[0])
     other = sharded(seed=1)
     flat_param.load_sharded(other, paths[0])
-    return whole_state(other)["head.weight"]
+    return whole_state(other)
 
 
-def _moved(model: nn.Module) -> Tensor:
-    return whole_state(model.double().float())["head.weight"]
-
-
-def check_reassigned_parameter_is_what_everything_reads(rank: int, world: int) -> None:
-    """State dict, whole parameters, save and a cast, where a forward has gathered it, too."""
-    (ids,) = batches(world, 1)
-    fresh = torch.full((11, 7), 0.25)
-    readers = (lambda model: whole_state(model)["head.weight"], _whole, _saved, _moved)
-    for read in readers:
-        for is_gathered in (False, True):
-            for by_data in (False, True):
-                model = sharded()
-                if is_gathered:
-                    model(share(ids, rank))  # without a backward
-                if by_data:
-                    model.head.weight.data = fresh.clone()
-                else:
-                    model.head.weight = nn.Parameter(fresh.clone())
-                assert torch.equal(read(model), fresh)
-                expected = {**plain().state_dict(), "head.weight": fresh}
-                assert distance(whole_state(model), expected) == 0
-
-
-def check_loaded_values_replace_what_was_reassigned(rank: int, world: int) -> None:
-    """The last one to write is right, as in one process."""
-    (ids,) = batches(world, 1)
-    model, other = sharded(), sharded()
-    state = {key: value.clone() for key, value in whole_state(model).items()}
-    model(share(ids, rank))
-    model.head.weight = nn.Parameter(torch.full((11, 7), 0.25))
-    model.load_state_dict(state)
-    assert torch.equal(model(ids), other(ids))
-
-
-def check_whole_weights_are_never_older_than_the_last_step(rank: int, world: int) -> None:
-    """Whole weights are never older than the last step."""
-    (ids,) = batches(world, 1)
-    for way in WAYS:
-        model, reference = sharded(**options_of(way)), plain()
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
-        loss_of(model, share(ids, rank)).backward()
-        loss_of(reference, ids).backward()
-        model(share(ids, rank))  # keeps whole parameters for a backward that never comes
-        for optimizer in optimizers:
-            optimizer.step()
-        with torch.no_grad():
-            got, expected = model(ids), reference(ids)
-        assert torch.allclose(got, expected, atol=1e-5), way
+def _moved(model: nn.Module) -> dict[str, Tensor]:
+    return whole_state(model.double().float())
 
 
 def check_plain_state_loads_and_mismatches_are_named(rank: int, world: int) -> None:
@@ -131,43 +93,6 @@ def check_plain_state_loads_and_mismatches_are_named(rank: int, world: int) -> N
     assert distance(whole_state(model), whole_state(other)) == 0
 
 
-def check_value_of_another_dtype_or_of_a_piece_is_taken(rank: int, world: int) -> None:
-    """What was read from the module may be put there again, changed; the parameter stays."""
-    model, expected = sharded(), torch.arange(77.0).view(11, 7)
-    param = model.head.weight
-    for dtype in (torch.bfloat16, torch.int64):
-        model.head.weight = nn.Parameter(expected.to(dtype), requires_grad=False)
-        assert torch.equal(whole_state(model)["head.weight"], expected)
-        assert model.head.weight is param
-        assert param.requires_grad
-    model.head.weight = nn.Parameter(param.detach() + 5)
-    assert torch.equal(whole_state(model)["head.weight"], expected + 5)
-    assert model.head.weight is param
-
-
-def check_missing_values_and_other_shapes_are_refused_by_name(rank: int, world: int) -> None:
-    """Also one that has as many elements; the parameter is back afterwards."""
-    model = sharded()
-    (ids,) = batches(world, 1)
-    expected = model(ids).detach()
-
-    def put(value: Tensor | None) -> None:
-        model.head.weight = None if value is None else nn.Parameter(value)
-
-    for change, shape in (
-        (lambda: put(None), "None"),
-        (lambda: delattr(model.head, "weight"), "None"),
-        (lambda: put(torch.ones(7, 11)), "(7, 11)"),
-        (lambda: put(torch.ones(())), "()"),
-    ):
-        param = model.head.weight
-        change()
-        text = f"parameter 'head.weight' was re-assigned with shape {shape}, but it was sharded"
-        raises(flat_param.ParameterError, text, lambda: model(ids))
-        assert model.head.weight is param
-        assert torch.equal(model(ids), expected)
-
-
 def check_parameters_are_frozen_and_trained_again(rank: int, world: int) -> None:
     """Between steps; one that was frozen when it was sharded has no memory for gradients."""
     reference, model = plain(), sharded()
@@ -178,7 +103,7 @@ def check_parameters_are_frozen_and_trained_again(rank: int, world: int) -> None
             module.head.requires_grad_(trained)
             loss_of(module, part).backward()
             assert (module.head.weight.grad is not None) == trained
-        assert distance(whole_grads(model), plain_grads(reference)) < 1e-6
+        same_grads(model, reference)
     other = plain()
     other.head.requires_grad_(False)
     flat_param.fully_shard(other)
@@ -187,21 +112,82 @@ def check_parameters_are_frozen_and_trained_again(rank: int, world: int) -> None
     raises(flat_param.ParameterError, text, lambda: other(ids))
 
 
-def check_mistake_of_all_ranks_can_be_mended(rank: int, world: int) -> None:
-    """Every rank refuses the same shape, mends it, casts alike, and trains on while one is slow."""
-    model = sharded()
+def check_reduce_dtype_and_inputs_are_as_asked(rank: int, world: int) -> None:
+    """Each setting alone: sums in another dtype, and inputs left as they come."""
     (ids,) = batches(world, 1)
-    kept = model.head.bias
-    for value in (1, 2):
-        model.head.bias = nn.Parameter(torch.zeros(value))
-        text = "re-assigned with shape"
-        raises(flat_param.ParameterError, text, lambda: model(share(ids, rank)))
-        model.head.bias = kept
-        model.to(torch.float64 if value == 1 else torch.float32)
-        if rank == 0:
-            time.sleep(0.8)  # longer than a rank waits before it looks for notices
+    for dtype, error in ((torch.float64, 1e-6), (torch.bfloat16, 0.05), (torch.float16, 0.01)):
+        model, reference = sharded(mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)), plain()
         loss_of(model, share(ids, rank)).backward()
-    assert model.head.bias.grad.dtype == torch.float32
+        loss_of(reference, ids).backward()
+        assert {grads.dtype for grads in model._flat_param.grads} == {dtype}
+        assert model.head.weight.grad.dtype == torch.float32
+        assert distance(whole_grads(model), plain_grads(reference)) < error, dtype
+    for cast in (True, False):
+        seen: list[torch.dtype] = []
+        layer = nn.Linear(3, 2)
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=cast))
+        layer.forward = lambda x, seen=seen: seen.append(x.dtype)
+        layer(torch.ones(2, 3))
+        assert seen == [torch.bfloat16 if cast else torch.float32]
+
+
+def check_dtype_change_is_followed(rank: int, world: int) -> None:
+    """Between steps: values and gradients are those of the plain model in the new dtype."""
+    model, reference = sharded(), plain()
+    (ids,) = batches(world, 1)
+    for dtype, error in ((torch.float32, 1e-6), (torch.float64, 1e-12), (torch.float32, 1e-6)):
+        for module, part in ((model, share(ids, rank)), (reference, ids)):
+            module.zero_grad()
+            module.to(dtype)
+            loss_of(module, part).backward()
+        assert model.head.weight.dtype == model.head.weight.grad.dtype == dtype
+        assert distance(whole_grads(model), plain_grads(reference)) < error
+
+
+def check_odd_parameters_survive(rank: int, world: int) -> None:
+    """Odd parameters survive."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scalar = nn.Parameter(torch.tensor(2.0))
+            self.empty = nn.Parameter(torch.zeros(0, 3))
+            self.wave = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+            self.turned = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+            self.column = nn.Parameter(torch.arange(12.0).view(4, 3)[:, :2])
+            self.index = nn.Parameter(torch.tensor([1, 0]), requires_grad=False)
+            self.low = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            wave = torch.view_as_real(self.wave * self.wave)[self.index].sum()
+            columns = (self.turned[:, :2] * self.column).sum()
+            return x * self.scalar * (wave + columns + self.low.float().sum()) + self.empty.sum()
+
+    for way in WAYS:
+        reference, model = Odd(), Odd()
+        expected = {k: v.clone() for k, v in whole_state(reference).items()}
+        fully_shard(model, **options_of(way))
+        state = whole_state(model)
+        assert all(torch.equal(state[k], v) for k, v in expected.items())
+        x = torch.ones(2)
+        model(x).sum().backward()
+        reference(x).sum().backward()
+        state = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+        for param in model.parameters():
+            if param.grad is not None and param.grad.dtype != torch.int64:
+                param.data.copy_(param.grad)
+        got = whole_state(model)
+        assert all(torch.allclose(got[k], v) for k, v in state.items())
+
+
+def check_sums_over_ranks_stay_in_the_range_of_float16(rank: int, world: int) -> None:
+    """The mean is in it, the sum is not; over shards and over copies."""
+    for way in ("ZeRO-3", "replicated"):
+        layer = nn.Linear(1, 8, bias=False)
+        precision = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+        fully_shard(layer, mp_policy=precision, **options_of(way))
+        (40000 * layer(torch.ones(1, 1))).sum().backward()
+        assert torch.equal(whole_grads(layer)["weight"], torch.full((8, 1), 40000.0)), way
 
 
 if __name__ == "__main__":

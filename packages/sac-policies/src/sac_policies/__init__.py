@@ -29,7 +29,7 @@ from sac_policies._errors import (
     UnmatchedNameError,
 )
 from sac_policies._in_slices import in_slices
-from sac_policies.eager._moved_stats import offload_stats
+from sac_policies.eager._moved import offload_stats
 from sac_policies.policies._catalogue import (
     ATTENTION,
     COLLECTIVES,

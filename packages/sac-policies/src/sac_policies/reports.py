@@ -14,7 +14,7 @@ from ._errors import EngineError
 from ._frames import user_line
 from ._torch_compat import is_traced
 from .eager import _run as tape
-from .eager._moved_stats import OffloadStats
+from .eager._moved import OffloadStats
 from .eager._observed import Observed
 from .policies._catalogue import ATTENTION, CONVOLUTIONS, MATMULS, Group
 from .policies._decisions import Answer, Decision

@@ -105,10 +105,10 @@ def assign_grad(param: Tensor, grad: Tensor) -> None:
         vars(stand_in).update(vars(grad))
 
 
-def grad_hooks(param: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """The hooks of `param.register_hook`, in order."""
-    hooks: dict[int, Any] | None = getattr(param, "_backward_hooks", None)
-    return list(hooks.values()) if hooks else []
+def with_grad_hook(params: Sequence[Tensor]) -> list[int]:
+    """Positions of the parameters with a hook of `register_hook`."""
+    with without_torch_function():
+        return [index for index, param in enumerate(params) if param._backward_hooks]
 
 
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
@@ -127,6 +127,14 @@ def dtensor_spec(
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(size, stride, dtype))
+
+
+def dtensor_offsets(size: torch.Size, mesh: Any, placements: Any) -> tuple[int, ...]:
+    """The start of this rank's part of a DTensor along each dimension."""
+    from torch.distributed.tensor import _utils
+
+    found: tuple[int, ...] = _utils.compute_local_shape_and_global_offset(size, mesh, placements)[1]
+    return tuple(found)
 
 
 def make_wrapper(cls: Any, size: torch.Size, stride: tuple[int, ...], local: Tensor) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import ParameterError, StateError
+from .._torch_compat import dtensor_offsets
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -83,28 +84,16 @@ class DTensorPlace:
         """Return the start of this rank's part along each dimension.
 
         Raises:
-            StateError: the parts are not equal, except for a shorter last one on each axis.
+            StateError: a placement has no such start.
         """
-        offsets, sizes = [0] * len(self.shape), list(self.shape)
-        for axis, (placement, at) in enumerate(zip(self.placements, self.coordinate, strict=True)):
-            if placement.is_replicate():
-                continue
-            if type(placement).__name__ != "Shard":
+        for placement in self.placements:
+            if type(placement).__name__ not in ("Shard", "Replicate"):
                 raise StateError(
                     f"flat_param.save_sharded: a DTensor of shape {tuple(self.shape)} has the "
                     f"placement {placement}, but only parts in the order of ranks have a place in "
                     "a checkpoint. Save its state_dict() with torch.distributed.checkpoint."
                 )
-            dim: int = placement.dim  # type: ignore[attr-defined]
-            length = -(-sizes[dim] // self.mesh.size(axis))
-            first = min(length * at, sizes[dim])
-            offsets[dim], sizes[dim] = offsets[dim] + first, min(length, sizes[dim] - first)
-        return tuple(offsets)
-
-    @property
-    def coordinate(self) -> tuple[int, ...]:
-        """Return this rank's position along each axis."""
-        return tuple(self.mesh.get_coordinate() or ())
+        return dtensor_offsets(self.shape, self.mesh, self.placements)
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from weakref import WeakValueDictionary
+from typing import Any
 
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._errors import ParameterError
 
 FLATTENED, UNIT = "a flattened module", "a unit"
 IGNORED = "what is ignored by a unit"
-
-# By kind, then by `id` of a parameter. An `id` may be reused, so `Owner` compares the parameter.
-_owners: dict[str, WeakValueDictionary[int, Owner]] = {
-    kind: WeakValueDictionary() for kind in (FLATTENED, UNIT, IGNORED)
-}
 
 
 class Owner:
@@ -35,20 +31,14 @@ class Owner:
     def __init__(
         self, kind: str, module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
     ) -> None:
-        self.kind = kind
         self._module = weakref.ref(module)
-        self._params = {id(param): (weakref.ref(param), name) for name, param in named}
-        for key in self._params:
-            _owners[kind][key] = self
+        self.is_dropped = False
+        for name, param in named:
+            _owners[kind][param] = weakref.ref(self), name
 
     def drop(self) -> None:
         """Release all parameters."""
-        self._params = {}
-
-    def name_of(self, param: nn.Parameter) -> str | None:
-        """The parameter's name in the module; None if the owner does not have it."""
-        known, name = self._params.get(id(param), (None, None))
-        return name if known is not None and known() is param else None
+        self.is_dropped = True
 
     def is_around(self, module: nn.Module) -> bool:
         """Whether the module is inside the owner's module."""
@@ -65,11 +55,15 @@ def _has(module: nn.Module, other: nn.Module) -> bool:
     return any(other is one for one in module.modules())
 
 
+_owners: dict[str, Any] = {kind: WeakTensorKeyDictionary() for kind in (FLATTENED, UNIT, IGNORED)}
+"""By kind and parameter: a reference to the owner, and the parameter's name in it."""
+
+
 def owner_of(param: nn.Parameter, kind: str) -> tuple[Owner | None, str]:
     """Return the owner of a kind, and the parameter's name in it."""
-    owner = _owners[kind].get(id(param))
-    name = None if owner is None else owner.name_of(param)
-    return (None, "") if name is None else (owner, name)
+    found, name = _owners[kind].get(param, (None, ""))
+    owner = found and found()
+    return (None, "") if owner is None or owner.is_dropped else (owner, name)
 
 
 def check_owners(

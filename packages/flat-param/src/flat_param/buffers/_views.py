@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from .._torch_compat import without_torch_function
 from ..layout._layout import FlatLayout
 from ..layout._spec import ParamSpec
 
@@ -188,6 +189,15 @@ def memory_order(tensor: Tensor, spec: ParamSpec) -> Tensor:
         [1, 3, 2, 4]
     """
     return tensor.permute(outer_first(spec)).reshape(-1)
+
+
+def flat_view(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the elements of a tensor in the memory order of `like`, 1-D; a view if possible."""
+    with without_torch_function():  # converts a piece to a plain tensor
+        tensor = tensor.detach()
+    strides = like.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+    return tensor.permute(order).reshape(-1)
 
 
 def _in_shape(elements: Tensor, spec: ParamSpec) -> Tensor:

@@ -39,7 +39,7 @@ class NamedParam:
 
 def pieces_of(module: nn.Module) -> dict[str, ParamPiece]:
     """The piece of each sharded parameter, under all of its names."""
-    return {name: site.part.param_pieces[site.index] for name, site in named_sites(module)}
+    return {name: site.part.pieces[site.index] for name, site in named_sites(module)}
 
 
 def optimizer_params(module: nn.Module, optimizer: Optimizer) -> list[list[NamedParam]]:
@@ -60,30 +60,26 @@ def optimizer_params(module: nn.Module, optimizer: Optimizer) -> list[list[Named
     return groups
 
 
-def shared_rows(params: Iterable[NamedParam], optimizer: Optimizer) -> str:
-    """The error if parameters share state that has a row for each block; else empty.
+def _check_shared(params: Iterable[NamedParam], optimizer: Optimizer) -> None:
+    """Refuse a tensor in the state of several parameters that looks like a row for each block.
 
     A table shared by all parameters may have as many rows as a rank has blocks by coincidence.
     """
-    first: dict[tuple[object, ...], str] = {}
-    rows: dict[tuple[object, ...], str] = {}
+    first: dict[tuple[object, ...], NamedParam] = {}
     for named in params:
-        rows_here = None if named.piece is None else named.piece.rows
         for key, value in optimizer.state.get(named.param, {}).items():
             if type(value) is not Tensor or not value.dim() or not value.data_ptr():
                 continue
             place = value.device, value.data_ptr(), tuple(value.shape)
-            if rows_here is not None and rows_here.fits_piece(key, value):
-                rows.setdefault(place, key)
-            other = first.setdefault(place, named.name)
-            if other != named.name and place in rows:
-                return (
-                    f"flat_param.state_dict: optimizer state '{rows[place]}' of parameter "
-                    f"'{other}' is shared with parameter '{named.name}' and has as many rows as "
-                    "one of them has blocks, so it cannot be told from state of the blocks. Keep "
-                    "shared tensors on the optimizer, not in the state of each parameter."
+            other = first.setdefault(place, named)
+            pieces = [each.piece for each in (named, other) if each.piece is not None]
+            if other is not named and any(piece.has_rows(key, value) for piece in pieces):
+                raise StateError(
+                    f"flat_param.state_dict: optimizer state '{key}' of parameter '{other.name}' "
+                    f"is shared with parameter '{named.name}' and has as many rows as one of them "
+                    "has blocks, so it cannot be told from state of the blocks. Keep shared "
+                    "tensors on the optimizer, not in the state of each parameter."
                 )
-    return ""
 
 
 def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -93,8 +89,7 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
     """
     groups = optimizer_params(module, optimizer)
     flat = [named for group in groups for named in group]
-    if reason := shared_rows(flat, optimizer):
-        raise StateError(reason)
+    _check_shared(flat, optimizer)
     state: dict[str, dict[str, Any]] = {}
     for named in flat:
         values = optimizer.state.get(named.param)
@@ -109,107 +104,82 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
 
 
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load state by name or by position, through the optimizer's own `load_state_dict`.
-
-    Not a collective.
-    """
+    """Load state by name, through the optimizer's own `load_state_dict`. Not a collective."""
     groups = optimizer_params(module, optimizer)
     flat = [named for group in groups for named in group]
-    names = names_by_key(state["param_groups"], groups)
-    by_name = _by_name(state.get("state", {}), names, groups)
-    saved = [{**g, "params": [names[key] for key in g["params"]]} for g in state["param_groups"]]
-    options = _options_by_name(saved, groups, optimizer)
-    found = state_of(optimizer)
-    given = {
-        named.name: _given(by_name[named.name], named, found.get(named.param, {}))
-        for named in flat
-        if named.name in by_name
-    }
-    position = {named.name: index for index, named in enumerate(flat)}
+    options = _options_of(state["param_groups"], groups, optimizer)
+    values: Mapping[str, Mapping[str, Any]] = state.get("state", {})
+    for name in values.keys() - {named.name for named in flat}:
+        raise StateError(
+            f"flat_param.load_state_dict: the optimizer state has '{name}', but the optimizer "
+            "trains no parameter of that name. Load the state of the same model."
+        )
+    now = state_of(optimizer)
+    new, codes = {}, []
+    for position, named in enumerate(flat):
+        own = values.get(named.name)
+        if own is None:
+            continue
+        if named.piece is None:
+            taken = {k: v if k == "step" else as_dtensor(v, named.param) for k, v in own.items()}
+        else:  # raises before anything is loaded
+            taken = take_all(own, named.param, named.piece, now.get(named.param, {}))
+        # The optimizer converts state of pieces itself.
+        new[position] = dict(taken if named.piece is None else own)
+        codes += [(named.param, k, v) for k, v in taken.items() if k != "step" and _is_code(v)]
+    positions = iter(range(len(flat)))
     merged = [
-        {"params": [position[named.name] for named in group], **opts}
+        {**opts, "params": [next(positions) for _ in group]}
         for group, opts in zip(groups, options, strict=True)
     ]
-    sharded = {named.name for named in flat if named.piece is not None}
-    new = {position[name]: dict((by_name if name in sharded else given)[name]) for name in given}
     optimizer.load_state_dict({"state": new, "param_groups": merged})
-    for named in flat:
-        _keep_codes(optimizer.state.get(named.param, {}), given.get(named.name, {}))
+    for param, key, code in codes:
+        value = optimizer.state.get(param, {}).get(key)
+        if isinstance(value, Tensor) and value.is_floating_point():  # torch has cast it
+            optimizer.state[param][key] = code.to(value.device)
 
 
-def names_by_key(
-    saved: Sequence[Mapping[str, Any]], groups: list[list[NamedParam]]
-) -> dict[Any, str]:
-    """The name of each parameter that the groups of a state dict list, by its key there.
-
-    Positions are looked up in `param_names`, which optimizers save if they were built from
-    `named_parameters()`; otherwise the order is this optimizer's.
-    """
-    flat = [named.name for group in groups for named in group]
-    keys = [key for group in saved for key in group["params"]]
-    if len(keys) != len(flat):
-        raise StateError(
-            f"flat_param.load_state_dict: the optimizer state is of {len(keys)} parameters, but "
-            f"the optimizer has {len(flat)}. Build it with the same parameters."
-        )
-    names = [name for group in saved for name in group.get("param_names", ())]
-    in_order = names if sorted(names) == sorted(flat) else flat
-    return {
-        key: key if isinstance(key, str) else name for key, name in zip(keys, in_order, strict=True)
-    }
+def _is_code(value: Any) -> bool:
+    """Whether state has integers, such as 8-bit codes."""
+    return isinstance(value, Tensor) and not value.is_floating_point()
 
 
-def _by_name(
-    state: Mapping[Any, Mapping[str, Any]],
-    names: Mapping[Any, str],
-    groups: list[list[NamedParam]],
-) -> dict[str, Mapping[str, Any]]:
-    found = {names.get(key, key): value for key, value in state.items()}
-    unknown = sorted(map(str, set(found) - {named.name for group in groups for named in group}))
-    if unknown:
-        raise StateError(
-            f"flat_param.load_state_dict: the optimizer state has '{unknown[0]}', but the "
-            "optimizer trains no parameter of that name. Load the state of the same model."
-        )
-    return found
-
-
-def _options_by_name(
+def _options_of(
     saved: Sequence[Mapping[str, Any]], groups: list[list[NamedParam]], optimizer: Optimizer
 ) -> list[dict[str, Any]]:
     """The saved options of each of the optimizer's groups, which may be in another order."""
-    by_name = {name: _options_in(each) for each in saved for name in each["params"]}
+    by_name: dict[Any, dict[str, Any]] = {}
+    for given in saved:
+        options = {k: v for k, v in given.items() if k not in ("params", "param_names")}
+        by_name |= dict.fromkeys(given["params"], options)
+    if any(not isinstance(name, str) for name in by_name):
+        raise StateError(
+            "flat_param.load_state_dict: the optimizer state is by position, but states are "
+            "loaded by name. Pass it to optimizer.load_state_dict, which takes whole tensors; or "
+            "save what torch's get_optimizer_state_dict returns."
+        )
+    missing = [each.name for group in groups for each in group if each.name not in by_name]
+    if missing or len(by_name) != sum(map(len, groups)):
+        raise StateError(
+            f"flat_param.load_state_dict: the optimizer state is of {len(by_name)} parameters, "
+            f"{'without ' + repr(missing[0]) if missing else 'more than the optimizer has'}. "
+            "Build the optimizer with the same parameters, or load without it."
+        )
     found = []
-    for position, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-        known = [named.name for named in group if named.name in by_name]
-        if group and not known:
-            raise StateError(
-                f"flat_param.load_state_dict: no parameter of group {position} of the optimizer "
-                f"(the first is '{group[0].name}') is in a saved group. Build the optimizer with "
-                "groups of the same parameters, or load without it."
-            )
-        options = by_name[known[0]] if known else _options_in(own)
-        for name in known[1:]:
-            if by_name[name] != options:
-                raise _other_options(position, (known[0], options), (name, by_name[name]))
+    for position, (group, now) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        options = by_name[group[0].name] if group else {**now}
+        for named in group:
+            other = by_name[named.name]
+            keys = sorted(k for k in options | other if options.get(k) != other.get(k))
+            if keys:
+                raise StateError(
+                    f"flat_param.load_state_dict: group {position} of the optimizer has "
+                    f"'{group[0].name}' and '{named.name}', which were saved in groups with "
+                    f"different options ({', '.join(keys)}). Build the optimizer with groups of "
+                    "the same parameters."
+                )
         found.append(options)
     return found
-
-
-def _options_in(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _other_options(
-    position: int, one: tuple[str, dict[str, Any]], other: tuple[str, dict[str, Any]]
-) -> StateError:
-    (name, options), (name_2, options_2) = one, other
-    keys = sorted(k for k in options | options_2 if options.get(k) != options_2.get(k))
-    return StateError(
-        f"flat_param.load_state_dict: group {position} of the optimizer has '{name}' and "
-        f"'{name_2}', which were saved in groups with different options ({', '.join(keys)}). "
-        "Build the optimizer with groups of the same parameters."
-    )
 
 
 def state_of(optimizer: Optimizer) -> Any:
@@ -220,22 +190,3 @@ def state_of(optimizer: Optimizer) -> Any:
     if "state" in vars(optimizer):
         return vars(optimizer)["state"]
     return optimizer.state
-
-
-def _given(
-    values: Mapping[str, Any], named: NamedParam, now: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Convert state to the optimizer's form; raises before anything is loaded."""
-    if named.piece is None:
-        return {k: v if k == "step" else as_dtensor(v, named.param) for k, v in values.items()}
-    return take_all(values, named.param, named.piece, now)
-
-
-def _keep_codes(found: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Restore integers, such as 8-bit codes, which torch casts to the parameter's dtype."""
-    for key, value in found.items():
-        code = given.get(key)
-        if not isinstance(value, Tensor) or not isinstance(code, Tensor) or key == "step":
-            continue
-        if value.is_floating_point() and not code.is_floating_point():
-            found[key] = code.to(value.device)

@@ -6,27 +6,27 @@ also waits for it, so there is one snapshot at a time, and ranks save in the ord
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from .._errors import CheckpointError
 from .._torch_compat import without_storage_warning
-from ..buffers._dtensors import is_dtensor
 from ..layout._arguments import check_is_module, path_of
 from ..sharded._by_hand import units_at_rest, units_below
 from ..sharded._strays import check_strays
 from ..sharded._tensors import map_tensors
 from ._optim_state import named_optimizer_state
+from ._state_dict import copied
 from ._world import World
 
 _log = logging.getLogger("flat_param")
@@ -131,7 +131,7 @@ def _prepare(
         if optimizer is not None:
             state["optim"] = named_optimizer_state(module, optimizer)
         if snapshot:
-            state = _on_host(state)
+            state = map_tensors(state, partial(copied, device="cpu"))
     except Exception as raised:
         error = raised
     world.agree(error)
@@ -157,88 +157,37 @@ def _short(told: Any) -> Any:
 def _steps_of(module: nn.Module) -> list[int]:
     """Return the number of optimizer steps on each part of the module in this process."""
     parts = [part for unit in units_below(module) for part in unit.parts]
-    return [piece.segment.steps for part in parts for piece in part.param_pieces[:1]]
+    return [piece.segment.steps for part in parts for piece in part.pieces[:1]]
 
 
 def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:
-    """Write and commit a state, with the steps of torch's `save`. Collective.
-
-    torch's own function sends plans by `gather_object`, which needs numpy.
-    """
+    """Write and commit a state. Collective."""
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     from ._files import CheckedWriter
 
-    # If several ranks have a value, the first rank saves it.
-    writer, planner = CheckedWriter(path, word), DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    metadata: list[Any] = []
-
-    def plan() -> Any:
-        planner.set_up_planner(state, writer.storage_meta(), world.is_first)
-        writer.set_up_storage_writer(world.is_first)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    def divide(plans: list[Any]) -> Any:
-        divided, whole = planner.create_global_plan(plans)
-        metadata.append(whole)
-        return writer.prepare_global_plan(divided)
-
-    def write(plans: list[Any]) -> Any:
-        own = planner.finish_plan(plans[world.comm.rank])
-        return writer.write_data(own, planner).wait()
-
+    writer = CheckedWriter(path, word)
     try:
         with without_storage_warning():
-            plans = _on_all(world, path, plan)
-            divided = _on_first(world, path, lambda: divide(plans))
-            written = _on_all(world, path, lambda: write(divided))
-            # No rank returns before the checkpoint is complete.
-            _on_first(world, path, lambda: writer.finish(metadata[0], written))
-    except CheckpointError:
+            save(
+                state,
+                storage_writer=writer,
+                # If several ranks have a value, the first rank saves it.
+                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+                process_group=world.comm.group,
+            )
+    except CheckpointException as error:
+        rank, (reason, _) = min(error.failures.items())
         if world.is_first:
             writer.remove()
-        raise
+        raise CheckpointError(
+            f"flat_param.save_sharded: rank {world.ranks[rank]} cannot write its part to '{path}' "
+            f"({type(reason).__name__}: {reason}). Nothing was saved, and an earlier checkpoint "
+            "there is intact. Make room, or save to another path."
+        ) from reason
     finally:
         state.clear()  # a traceback would keep the snapshot alive
     if world.is_first:
         writer.remove_others()
-
-
-def _on_all(world: World, path: Path, step: Callable[[], Any]) -> list[Any]:
-    """Run a step on all ranks, and return the results of all. Collective."""
-    result, failed = None, None
-    try:
-        result = step()
-    except Exception as raised:
-        failed = raised
-    notes = world.comm.share((result, "" if failed is None else _told(failed)))
-    for rank, (_, told) in zip(world.ranks, notes, strict=True):
-        if told:
-            raise CheckpointError(
-                f"flat_param.save_sharded: rank {rank} cannot write its part to '{path}' ({told}). "
-                "Nothing was saved, and an earlier checkpoint there is intact. Make room, or save "
-                "to another path."
-            ) from failed
-    return [result for result, _ in notes]
-
-
-def _on_first(world: World, path: Path, step: Callable[[], Any]) -> Any:
-    """Run a step on the first rank, and return its result on all. Collective."""
-    return _on_all(world, path, step if world.is_first else lambda: None)[0]
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy in host memory."""
-    copied: dict[str, Any] = map_tensors(copy.copy(state), _copy)
-    return copied
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    if is_dtensor(tensor):
-        return tensor.cpu().clone() if tensor.device.type == "cpu" else tensor.cpu()
-    moved = tensor.detach().cpu()
-    return moved.clone() if moved.device == tensor.device else moved

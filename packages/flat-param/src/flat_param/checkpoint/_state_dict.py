@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,16 +15,20 @@ from torch.optim import Optimizer
 from .._errors import StateError
 from ..buffers._dtensors import as_dtensor, is_dtensor
 from ..layout._arguments import check_is_module
+from ..sharded._by_hand import units_at_rest
 from ..sharded._full_params import named_sites
 from ..sharded._param_piece import ParamPiece
+from ..sharded._tensors import map_tensors
 from ._optim_state import (
     load_optimizer_state,
     named_optimizer_state,
     optimizer_params,
     pieces_of,
+    state_of,
 )
-from ._put_back import put_back_on_error
 from ._world import World
+
+EXTRA = "_extra_state"  # the last word of torch's keys for `get_extra_state()`
 
 
 def full_state_dict(
@@ -38,15 +43,16 @@ def full_state_dict(
     Args:
         module: sharded, or plain.
         optimizer: of the module.
-        rank0_only: keep it only on the first rank that shares the module. The other ranks have one
-            full tensor at a time, and get empty dicts.
+        rank0_only: only the first rank keeps it. Others have one full tensor at a time, and get
+            empty dicts.
         offload_to_cpu: move each tensor to CPU memory as soon as it is complete.
 
     Returns:
-        `{"model": {name: tensor}}`, and with an optimizer
-        `"optim": {"state": {name: {key: value}}, "param_groups": [...]}`.
+        `model`, and with an optimizer `optim`: `state` and `param_groups` by parameter name, as
+        torch's `get_optimizer_state_dict` returns them.
 
     Raises:
+        CheckpointError: another rank has failed.
         StateError: optimizer state cannot be cut.
     """
     check_is_module("full_state_dict", module)
@@ -83,17 +89,16 @@ def _complete(
     found: dict[str, dict[str, Any]] = {}
     for told in world.comm.share(note):
         for name, values in told.items():
+            known = found.setdefault(name, {})
             for key, value in values.items():
-                known = found.setdefault(name, {})
-                first = known.setdefault(key, value)  # keeps the order of keys
-                if first is None:
-                    first = known[key] = value
-                if isinstance(value, _Shard) and first != value:
+                if known.get(key) is None:
+                    known[key] = value
+                elif isinstance(value, _Shard) and known[key] != value:
                     raise StateError(
                         f"flat_param.full_state_dict: optimizer state '{key}' of parameter "
-                        f"'{name}' has shape {first.size} and {first.dtype} on one rank and "
-                        f"{value.size} and {value.dtype} on another. Step the same optimizer on "
-                        "all ranks."
+                        f"'{name}' has shape {known[key].size} and {known[key].dtype} on one rank "
+                        f"and {value.size} and {value.dtype} on another. Step the same optimizer "
+                        "on all ranks."
                     )
 
     def filled(name: str, key: str, value: Any) -> Any:
@@ -116,11 +121,10 @@ class _Shard:
     dtype: torch.dtype
     size: tuple[int, ...]
 
-    def empty(self, piece: Any) -> Tensor:
+    def empty(self, piece: ParamPiece) -> Tensor:
         """Return the shard of a rank that has no elements."""
         if self.size == piece.shape:
-            shard: Tensor = piece.present(torch.empty(0, dtype=self.dtype, device=piece.device))
-            return shard
+            return piece.present(torch.empty(0, dtype=self.dtype, device=piece.device))
         rows = torch.empty(0, *self.size[1:], dtype=self.dtype, device=piece.device)
         return piece.present_rows(rows)
 
@@ -153,8 +157,8 @@ def load_full_state_dict(
         module: sharded, or plain.
         state: result of `full_state_dict`, or a plain module's state dict. With `rank0_only` the
             first rank sends one tensor after another to the others.
-        optimizer: of the module; needs `state["optim"]`, by name or by position. Its groups may be
-            in another order than the saved ones, if names were saved.
+        optimizer: of the module; needs `state["optim"]`, by parameter name. Its groups may be in
+            another order than the saved ones.
 
     Raises:
         CheckpointError: another rank has failed.
@@ -169,13 +173,66 @@ def load_full_state_dict(
     world = World(module, "load_full_state_dict", plain=True)
     if not isinstance(state.get("model"), Mapping):
         state = {"model": state}
-    with put_back_on_error(module, optimizer):
+    with restored_on_error(module, optimizer):
         error: Exception | None = None
         try:
             load_named(module, _from_first(state, module, world), optimizer)
         except Exception as raised:
             error = raised
         world.agree(error)
+
+
+def _from_first(state: Mapping[str, Any], module: nn.Module, world: World) -> Mapping[str, Any]:
+    """Return the state, or this rank's part if only the first rank has it. Collective."""
+    is_empty = world.comm.share(not any(len(part) for part in state.values()))
+    if is_empty[0] or not any(is_empty):
+        return state
+    pieces = pieces_of(module)
+    # Ranks take tensors in the same order: the first from its state, others from an outline.
+    outline = map_tensors(dict(state), lambda t: t.to("meta")) if world.is_first else None
+    outline = world.comm.share(outline)[0]
+
+    def sent(name: str, tensor: Tensor) -> Any:
+        found = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if world.is_first:
+            found.copy_(tensor.detach())
+        if found.numel():
+            world.comm.broadcast(found.view(-1).view(torch.uint8)).wait()
+        return cut(found, pieces.get(name))
+
+    def sent_all(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: map_tensors(v, partial(sent, k)) for k, v in values.items()}
+
+    source = state if world.is_first else outline
+    found = {"model": sent_all(source["model"])}
+    if source.get("optim"):
+        found["optim"] = {**source["optim"], "state": sent_all(source["optim"]["state"])}
+    return found
+
+
+@contextmanager
+def restored_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
+    """Restore parameters, buffers and optimizer state if the block raises. Not a collective.
+
+    Optimizer state is not copied, since `load_state_dict` replaces it by new tensors.
+    """
+    units_at_rest(module)  # refuses copies that whole_params shows
+    before = map_tensors(module.state_dict(), partial(copied, device="cpu"))
+    has_groups = hasattr(optimizer, "param_groups")  # otherwise the block raises
+    kept = (state_of(optimizer), optimizer.param_groups) if optimizer and has_groups else None
+    try:
+        yield
+    except BaseException:
+        if optimizer is not None and kept is not None:
+            optimizer.state, optimizer.param_groups = kept
+        module.load_state_dict(before)
+        raise
+
+
+def copied(tensor: Tensor, *, device: Any) -> Tensor:
+    """A copy on a device, of shards too."""
+    moved = tensor.detach().to(device)
+    return moved.clone() if tensor.device == moved.device else moved
 
 
 def load_named(module: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None) -> None:
@@ -194,8 +251,7 @@ def load_named(module: nn.Module, state: Mapping[str, Any], optimizer: Optimizer
         for name in names:
             if given is not None:
                 known.setdefault(name, known[given])
-    beside = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for name, tensor in beside.items():
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_dtensor(tensor) and name in known:
             known[name] = as_dtensor(known[name], tensor)
     try:
@@ -218,69 +274,6 @@ def tied_names(module: nn.Module) -> list[list[str]]:
     return [own for own in names.values() if len(own) > 1]
 
 
-def _from_first(state: Mapping[str, Any], module: nn.Module, world: World) -> Mapping[str, Any]:
-    """Return the state, or this rank's part if only the first rank has it. Collective."""
-    is_empty = world.comm.share(not any(len(part) for part in state.values()))
-    if is_empty[0] or not any(is_empty):
-        return state
-    error: Exception | None = None
-    outline: dict[str, Any] = {}
-    try:
-        outline = _outline(state) if world.is_first else {}
-    except Exception as raised:
-        error = StateError(
-            f"flat_param.load_full_state_dict: the first rank's state cannot be sent ({raised!r}). "
-            "Pass what full_state_dict returns."
-        )
-    world.agree(error)
-    outline = world.comm.share(outline)[0]
-    pieces = pieces_of(module)
-    sources = _slots(state if world.is_first else outline)
-    for (values, key, name), (source, _, _) in zip(_slots(outline), sources, strict=True):
-        values[key] = cut(_sent(source[key], values[key], world), pieces.get(name))
-    return outline
-
-
-def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with each tensor replaced by a description."""
-    outline: dict[str, Any] = {"model": _described_all(state["model"])}
-    if "optim" in state:
-        values = {name: _described_all(own) for name, own in state["optim"]["state"].items()}
-        outline["optim"] = {"state": values, "param_groups": state["optim"]["param_groups"]}
-    return outline
-
-
-def _described_all(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _Shard(value.dtype, tuple(value.shape))
-        if isinstance(value, Tensor) and value.dim()
-        else value
-        for key, value in values.items()
-    }
-
-
-def _slots(state: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield for each value of a state its dict, its key and its parameter's name."""
-    for name in state["model"]:
-        yield state["model"], name, name
-    for name, values in state.get("optim", {}).get("state", {}).items():
-        for key in values:
-            yield values, key, name
-
-
-def _sent(value: Any, info: Any, world: World) -> Any:
-    """Return the first rank's value. Collective if it is a tensor."""
-    if not isinstance(info, _Shard):
-        return info
-    if world.is_first:
-        sent = value.detach().cpu().contiguous()
-    else:
-        sent = torch.empty(info.size, dtype=info.dtype)
-    if sent.numel():
-        world.comm.broadcast(sent.view(-1).view(torch.uint8)).wait()
-    return sent
-
-
 def cut(whole: Any, piece: ParamPiece | None) -> Any:
     """This rank's part of a whole tensor as a shard; other values unchanged."""
     if piece is None or not isinstance(whole, Tensor) or not piece.is_cut or not whole.dim():
@@ -290,28 +283,6 @@ def cut(whole: Any, piece: ParamPiece | None) -> Any:
     return piece.present(piece.elements(whole))
 
 
-def optimizer_state_by_position(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the optimizer part of a full state dict to positions, for torch's `load_state_dict`.
-
-    Raises:
-        StateError: it is not the state of an optimizer.
-
-    Example:
-        >>> named = {"state": {"w": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
-        >>> optimizer_state_by_position(named)["state"]
-        {0: {'step': 1}}
-    """
-    if "param_groups" not in state:
-        raise StateError(
-            f"flat_param.optimizer_state_by_position: state has the keys {sorted(state)[:3]}, but "
-            "it must be an optimizer's. Pass full_state_dict(module, optimizer=...)['optim']."
-        )
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    position = {name: index for index, name in enumerate(names)}
-    return {
-        "state": {position[name]: value for name, value in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [position[name] for name in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+def is_extra(key: str) -> bool:
+    """Whether a key of a state dict is for a module's `get_extra_state()`."""
+    return key.rpartition(".")[2] == EXTRA

@@ -78,7 +78,7 @@ def _groups_of(module: nn.Module) -> Iterator[dist.ProcessGroup]:
         for comm in (unit.comms.gather, unit.comms.replicate):
             if comm.group is not None:
                 yield comm.group
-        places += [place for part in unit.parts for place in part.places]
+        places += [piece.place for part in unit.parts for piece in part.pieces]
     for mesh in dict.fromkeys(place.mesh for place in places if place is not None):
         for axis in range(mesh.ndim):
             yield mesh.get_group(axis)

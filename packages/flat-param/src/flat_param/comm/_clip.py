@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,33 +42,39 @@ def checked_norms(max_norm: float, norm_type: float) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def norm_over(
-    spread: Iterable[tuple[Spread, list[Tensor]]],
-    norm_type: float,
-    *,
-    apart: Iterable[tuple[Spread, Spread, list[Tensor]]] = (),
-) -> Tensor:
-    """The norm of pieces of gradients, each list spread over its communicators. Collective."""
+def norm_over(parts: Iterable[tuple[Spread, Spread, Tensor | None]], norm_type: float) -> Tensor:
+    """The norm of gradients over ranks, `()`. Collective.
+
+    Args:
+        parts: for each gradient, in an order that is the same on all ranks: communicators over
+            which it is cut; communicators to ranks with separate ones, of which the largest norm
+            counts; the gradient. It is None on a rank that has none and takes part.
+        norm_type: order of the norm.
+    """
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    sums = [_sum_over(comms, grads, norm_type, op) for comms, grads in spread]
-    for cut, own, grads in apart:
-        sums.append(_sum_over(cut, grads, norm_type, op))
-        for comm in own:
-            comm.all_reduce(sums[-1], dist.ReduceOp.MAX, of_unit=False).wait()
+    lists: dict[object, tuple[Spread, Spread, list[Tensor]]] = {}
+    for cut, beside, grad in parts:
+        key = _groups_of(cut), _groups_of(beside)
+        _, _, grads = lists.setdefault(key, (cut, beside, []))
+        grads += [] if grad is None else [grad]
+    sums = []
+    for cut, beside, grads in lists.values():
+        total = _power_sum(grads, norm_type)
+        for comms, how in ((cut, op), (beside, dist.ReduceOp.MAX)):
+            for comm in comms:
+                comm.all_reduce(total, how, of_unit=False).wait()
+        sums.append(total)
     return _root(sums, norm_type)
+
+
+def _groups_of(comms: Spread) -> tuple[object, ...]:
+    return tuple([comm.group for comm in comms if comm.group is not None])
 
 
 def spread_of(place: DTensorPlace | None, log: CommLog) -> Spread:
     """Communicators over which tensor parallelism cuts a tensor with these placements."""
     groups = () if place is None else place.groups
     return tuple(Communicator(each, log=log) for each in groups)
-
-
-def _sum_over(comms: Spread, grads: list[Tensor], norm_type: float, op: Any) -> Tensor:
-    total = _power_sum(grads, norm_type)
-    for comm in comms:
-        comm.all_reduce(total, op, of_unit=False).wait()
-    return total
 
 
 def _power_sum(grads: list[Tensor], norm_type: float) -> Tensor:

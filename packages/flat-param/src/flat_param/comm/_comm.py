@@ -25,9 +25,8 @@ from .._errors import CommError
 from ._capturing import is_capturing
 from ._exchange import to_gather_halves, to_sum
 from ._exit import dropped_at_exit
-from ._fault_detector import FaultDetector
 from ._home_stream import at_home
-from ._trail import Trail, wait_here
+from ._trail import Trail
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names.
 _all_gather: Callable[..., dist.Work | None] = (
@@ -92,19 +91,18 @@ class Pending:
     """A collective under way; `wait` returns when its result may be read.
 
     Attributes:
-        by_gloo: whether the host waits for it instead of a stream.
+        label: the collective, in words.
+        number: of the collective in its group.
         home: the stream that waits; None for the current one.
         device: the device that runs it; None if the host waits.
         captured: whether it is part of a graph.
     """
 
     comm: Communicator
-    what: str
+    label: str
     work: dist.Work | None = None
-    finish: Callable[[], object] | None = None
     number: int = 0
-    label: str = ""
-    by_gloo: bool = True
+    finish: Callable[[], object] | None = None
     home: torch.Stream | None = None
     device: torch.device | None = None
     captured: bool = False
@@ -143,23 +141,20 @@ class Communicator:
     Args:
         group: the process group, or None for a communicator of one rank, which never communicates.
         log: where calls are counted.
-        number: of the unit that uses the communicator, see _trail.py.
 
     Attributes:
+        number: of the unit that uses the communicator, see _trail.py.
         unit: the name of that unit, for messages.
         trail: the collectives that this rank has started in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, log: CommLog, number: int = 0) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, log: CommLog) -> None:
         self.group = group
         self.log = log
-        self.number = number
+        self.number = 0
         self.unit = ""
-        self._marks: dict[tuple[str, bool], tuple[str, bytes]] = {}
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self._carriers = {} if group is None else _carriers_of(group)
-        self.board = None if group is None else FaultDetector.of(group)
         self.trail = None if group is None else Trail.of(group)
         if group is not None:
             dropped_at_exit(self, "group")
@@ -173,14 +168,9 @@ class Communicator:
             "ranks that it is spread over. Save grad.detach(), or full_state_dict(module)."
         )
 
-    def rename(self, unit: str) -> None:
-        """Set the name of the unit in messages."""
-        self.unit = unit
-        self._marks.clear()
-
     def is_gloo(self, device_type: str) -> bool:
         """Whether gloo moves tensors of these devices in this group."""
-        return self._carriers.get(device_type) == "gloo"
+        return self.trail is not None and self.trail.backends.get(device_type) == "gloo"
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         """Fill `out` (world * shard,) from every rank's `shard` (shard,). Collective."""
@@ -188,11 +178,11 @@ class Communicator:
             if out.data_ptr() != shard.data_ptr():
                 out.copy_(shard)
             return Pending(self, "all_gather")
-        self.log.add("all_gather", (self.world_size - 1) * shard.nbytes)
+        sent = (self.world_size - 1) * shard.nbytes
         if self.world_size == 2 and self.is_gloo(out.device.type):
             exchanged = to_gather_halves(out, shard, rank=self.rank)
-            return self._start("all_gather", dist.all_to_all_single, *exchanged)
-        return self._start("all_gather", _all_gather, out, shard)
+            return self._start("all_gather", sent, dist.all_to_all_single, *exchanged)
+        return self._start("all_gather", sent, _all_gather, out, shard)
 
     def reduce_scatter(self, out: Tensor, full: Tensor) -> Pending:
         """Sum `full` (world * shard,) over ranks into this rank's `out` (shard,). Collective.
@@ -202,11 +192,11 @@ class Communicator:
         if self.world_size == 1:
             out.copy_(full)
             return Pending(self, "reduce_scatter")
-        self.log.add("reduce_scatter", (self.world_size - 1) * out.nbytes)
+        sent, what = (self.world_size - 1) * out.nbytes, "reduce_scatter"
         if self.is_gloo(full.device.type):
             exchanged, add_up = to_sum(out, full, rank=self.rank, world_size=self.world_size)
-            return self._start("reduce_scatter", dist.all_to_all_single, *exchanged).then(add_up)
-        return self._start("reduce_scatter", _reduce_scatter, out, full)
+            return self._start(what, sent, dist.all_to_all_single, *exchanged).then(add_up)
+        return self._start(what, sent, _reduce_scatter, out, full)
 
     def all_reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, of_unit: bool = True
@@ -217,22 +207,22 @@ class Communicator:
         """
         if self.world_size == 1:
             return Pending(self, "all_reduce")
-        self.log.add("all_reduce", 2 * (self.world_size - 1) * tensor.nbytes // self.world_size)
-        return self._start("all_reduce", dist.all_reduce, tensor, op, of_unit=of_unit)
+        sent = 2 * (self.world_size - 1) * tensor.nbytes // self.world_size
+        return self._start("all_reduce", sent, dist.all_reduce, tensor, op, of_unit=of_unit)
 
     def broadcast(self, tensor: Tensor) -> Pending:
         """Give every rank the `tensor` of the group's first rank, in place. Collective."""
         if self.world_size == 1:
             return Pending(self, "broadcast")
-        self.log.add("broadcast", tensor.nbytes)
-        return self._start("broadcast", _broadcast_from_first, tensor)
+        return self._start("broadcast", tensor.nbytes, _broadcast_from_first, tensor)
 
     def share(self, note: Any) -> list[Any]:
         """Return every rank's small picklable `note`. Collective; the ranks trust each other."""
         if self.world_size == 1:
             return [note]
         self.log.add("share", 0)
-        device = None if "cpu" in self._carriers else torch.accelerator.current_accelerator()
+        has_cpu = self.trail is not None and "cpu" in self.trail.backends
+        device = None if has_cpu else torch.accelerator.current_accelerator()
         try:
             return _gather_notes(note, self.group, self.world_size, device)
         except RuntimeError as error:
@@ -240,101 +230,74 @@ class Communicator:
 
     def finish(self, pending: Pending) -> None:
         """Wait for a collective; raise `CommError` that names dead ranks if it fails."""
-        work, what = pending.work, pending.what
-        if work is None:
+        work, label, trail = pending.work, pending.label, self.trail
+        if work is None or trail is None:
             return
-        if not pending.by_gloo:
+        if pending.device is not None:
             work.wait()  # orders the current stream; the backend's watchdog names dead ranks
             return
-        assert self.board is not None, "it has a group"
         polls = 0
         try:
-            while not self._finished_within(work, what, timedelta(seconds=_POLL_S)):
-                trouble = self.board.trouble()
+            while not self._finished_within(work, label):
+                trouble = trail.trouble()
                 if trouble:
-                    raise self._fault(what, trouble)
+                    raise self._fault(label, trouble)
                 polls += 1
                 if polls % _POLLS_OF_A_DEADLOCK == 0:
-                    self._look_for_deadlock(pending, self.board)
+                    self._look_for_deadlock(pending)
         finally:
             if polls >= _POLLS_OF_A_DEADLOCK:
-                self.board.stop_waiting()
+                trail.stop_waiting()
 
-    def _look_for_deadlock(self, pending: Pending, board: FaultDetector) -> None:
+    def _look_for_deadlock(self, pending: Pending) -> None:
         assert self.trail is not None, "it has a group"
-        reason = board.deadlock(wait_here(self.trail, pending.label, pending.number))
+        reason = self.trail.deadlock(pending.label, pending.number)
         if reason:
-            board.diagnosis(reason)
+            self.trail.diagnosis(reason)
             raise CommError(
                 f"flat_param.fully_shard: {reason}, but all ranks must run the same units in the "
                 "same order. Look for a unit that only some ranks have called, and restart from "
                 "the last checkpoint."
             )
 
-    def refuse(self, reason: str) -> None:
-        """Send other ranks the reason why this rank does not start its next collective."""
-        if self.board is not None:
-            self.board.refuse(reason)
-
-    def share_change(self, change: str) -> None:
-        """Wait until every rank has made a change. Collective through the store."""
-        reason = "" if self.board is None else self.board.share_change(change)
-        if self.board is not None and reason:
-            self.board.diagnosis(reason)
-            raise CommError(
-                f"flat_param.fully_shard: {change} on rank {dist.get_rank()} after .to(), but all "
-                f"ranks must change alike. Call .to() on every rank. ({reason})"
-            )
-
-    def _finished_within(self, work: dist.Work, what: str, limit: timedelta) -> bool:
+    def _finished_within(self, work: dist.Work, label: str) -> bool:
         try:
-            work.wait(limit)
+            work.wait(timedelta(seconds=_POLL_S))
         except RuntimeError as error:
             if not work.is_completed():
                 return False
-            raise self._fault(what, str(error)) from error
+            raise self._fault(label, str(error)) from error
         return True
 
     def _start(
-        self, what: str, call: Callable[..., dist.Work | None], *args: object, of_unit: bool = True
+        self,
+        what: str,
+        sent: int,
+        call: Callable[..., dist.Work | None],
+        tensor: Tensor,
+        *args: object,
+        of_unit: bool = True,
     ) -> Pending:
-        label, mark = self._mark(what, of_unit)
-        assert self.trail is not None
-        devices = [each.device for each in args if isinstance(each, Tensor)]
-        by_gloo = any(self.is_gloo(each.type) for each in devices)
-        device = None if by_gloo else devices[0]
+        assert self.trail is not None, "it has a group"
+        self.log.add(what, sent)
+        label = f"{what} of {self.unit}" if of_unit and self.unit else what
+        mark = f"{what} {self.number if of_unit else ''} {tensor.nbytes}".encode()
+        device = None if self.is_gloo(tensor.device.type) else tensor.device
         captured = device is not None and is_capturing(device)
         number = 0 if captured else self.trail.add(label, mark)
         try:
-            work = call(*args, group=self.group, async_op=True)
+            work = call(tensor, *args, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise self._fault(what, str(error)) from error
-        pending = Pending(self, what, work, number=number, label=label, by_gloo=by_gloo)
-        pending.device, pending.captured = device, captured
-        return pending
+            raise self._fault(label, str(error)) from error
+        return Pending(self, label, work, number, device=device, captured=captured)
 
-    def _mark(self, what: str, of_unit: bool) -> tuple[str, bytes]:
-        """A collective in words, and its bytes in the trail's checksum."""
-        known = self._marks.get((what, of_unit))
-        if known is None:
-            label = f"{what} of {self.unit}" if of_unit and self.unit else what
-            known = (label, f"{what} {self.number if of_unit else ''}".encode())
-            self._marks[what, of_unit] = known
-        return known
-
-    def _fault(self, what: str, reason: str) -> CommError:
-        assert self.board is not None, "it has a group"
+    def _fault(self, label: str, reason: str) -> CommError:
+        assert self.trail is not None, "it has a group"
         return CommError(
-            f"flat_param.{what}: {self.board.diagnosis(reason)} did not complete the collective"
-            f"{' of ' + self.unit if self.unit else ''}, but every rank of the group must. "
-            f"Restart from the last checkpoint. ({reason.splitlines()[0]})"
+            f"flat_param.fully_shard: {self.trail.diagnosis(reason)} did not complete the "
+            f"collective {label}, but every rank of the group must. Restart from the last "
+            f"checkpoint. ({reason.splitlines()[0]})"
         )
-
-
-def _carriers_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """The backend of each device type: one group may have several."""
-    pairs = (each.partition(":") for each in str(dist.get_backend_config(group)).split(","))
-    return {device: backend for device, _, backend in pairs}
 
 
 def _broadcast_from_first(

@@ -8,8 +8,7 @@ Note [Two communicators]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -19,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import StateError
 from ._comm import CommLog, Communicator
-from ._trail import next_number
 
 
 @dataclass(frozen=True)
@@ -43,25 +41,10 @@ class CommGroups:
         """Number of ranks whose gradients are averaged."""
         return self.reduce.world_size * self.replicate.world_size
 
-    @contextmanager
-    def telling_others(self) -> Iterator[None]:
-        """Send an error of the block to all ranks that share the unit. Not a collective."""
-        try:
-            yield
-        except Exception as error:
-            self.gather.refuse(str(error))
-            self.replicate.refuse(str(error))
-            raise
-
     def name(self, unit: str) -> None:
         """Set the name of the unit in messages."""
         for comm in (self.gather, self.reduce, self.replicate):
-            comm.rename(unit)
-
-    def share_change(self, change: str) -> None:
-        """Wait until all ranks have made a change of dtype or device."""
-        self.gather.share_change(change)
-        self.replicate.share_change(change)
+            comm.unit = unit
 
 
 _Group = dist.ProcessGroup
@@ -88,87 +71,78 @@ def derived_group(
     return found
 
 
-def make_comm_groups(mesh: DeviceMesh | None, *, log: CommLog) -> CommGroups:
-    """The process groups of a unit. Collective: every rank of the world calls it."""
-    shard, replicate = _groups(mesh)
-    groups = (shard, shard and _twin(shard), replicate and _twin(replicate))
-    to_gather, to_reduce, to_replicate = (
-        Communicator(g, log=log, number=next_number(g)) for g in groups
-    )
-    return CommGroups(to_gather, to_reduce, to_replicate, log)
+@dataclass(frozen=True)
+class MeshGroups:
+    """The process groups of a device mesh, or of all ranks.
 
-
-def meeting_comms(mesh: DeviceMesh | None) -> tuple[Communicator, ...]:
-    """Return communicators of all ranks that shard together; their calls are not counted.
-
-    Not a collective.
+    Attributes:
+        shard: ranks that divide parameters; None if this rank has all of them.
+        replicate: ranks that have the same part; None if there is one copy.
+        meeting: groups over which all ranks of the mesh can exchange notes.
     """
-    return tuple(Communicator(group, log=CommLog()) for group in _meeting_groups(mesh))
 
+    shard: _Group | None
+    replicate: _Group | None
+    meeting: tuple[_Group, ...]
 
-def _meeting_groups(mesh: DeviceMesh | None) -> list[_Group]:
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise StateError(
-            f"flat_param.fully_shard: mesh is {mesh!r}, but it must be a DeviceMesh of the ranks "
-            "that share parameters. Pass init_device_mesh(...), DeviceMesh.from_group(...) for a "
-            "process group, or None for all ranks."
-        )
-    world = _one_group(None)
-    if mesh is None or mesh.size() == dist.get_world_size():
-        return [world]
-    return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None) -> MeshGroups:
+        """Not a collective."""
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise StateError(
+                f"flat_param.fully_shard: mesh is {mesh!r}, but it must be a DeviceMesh of the "
+                "ranks that share parameters. Pass init_device_mesh(...), "
+                "DeviceMesh.from_group(...) for a process group, or None for all ranks."
+            )
+        if not dist.is_available() or not dist.is_initialized():
+            raise StateError(
+                "flat_param.fully_shard: there is no process group, but parameters are sharded "
+                "over one. Call torch.distributed.init_process_group, or use flat_param.flatten."
+            )
+        world = cast(_Group, dist.group.WORLD)
+        if mesh is None:
+            return cls(world, None, (world,))
+        if mesh.ndim > 2:
+            raise StateError(
+                f"flat_param.fully_shard: mesh has {mesh.ndim} axes, but parameters are sharded "
+                "over one axis, or replicated over the first of two and sharded over the second. "
+                "Pass part of it, such as mesh['shard']."
+            )
+        has_copies = mesh.ndim == 2
+        is_cut = mesh.size(mesh.ndim - 1) > 1 or not has_copies
+        shard = mesh.get_group(mesh.ndim - 1) if is_cut else None
+        replicate = mesh.get_group(0) if has_copies else None
+        is_world = mesh.size() == dist.get_world_size()
+        meeting = (world,) if is_world else tuple(filter(None, (shard, replicate)))
+        return cls(shard, replicate, meeting)
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Number of copies, and of ranks that divide each."""
+        groups = (self.replicate, self.shard)
+        copies, ranks = (1 if each is None else dist.get_world_size(each) for each in groups)
+        return copies, ranks
 
-def group_sizes(mesh: DeviceMesh | None) -> tuple[int, int]:
-    """Number of copies, and of ranks that divide each. Not a collective."""
-    shard, replicate = _groups(mesh)
-    replicas = 1 if replicate is None else dist.get_world_size(replicate)
-    return replicas, 1 if shard is None else dist.get_world_size(shard)
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that have a part or a copy of this rank's parameters."""
+        groups = filter(None, (self.shard, self.replicate))
+        return tuple(sorted({r for each in groups for r in dist.get_process_group_ranks(each)}))
 
+    def to_meet(self) -> tuple[Communicator, ...]:
+        """Communicators of all ranks that shard together; their calls are not counted."""
+        return tuple(Communicator(group, log=CommLog()) for group in self.meeting)
 
-def ranks_together(mesh: DeviceMesh | None) -> tuple[int, ...]:
-    """Ranks that have a part or a copy of this rank's parameters. Not a collective."""
-    groups = _groups(mesh)
-    found = {rank for each in groups if each for rank in dist.get_process_group_ranks(each)}
-    return tuple(sorted(found))
-
-
-def _groups(
-    mesh: DeviceMesh | None,
-) -> tuple[_Group | None, _Group | None]:
-    """The ranks that divide parameters, and the ranks that have the same part."""
-    if mesh is None or mesh.ndim == 1:
-        return _one_group(mesh), None
-    if mesh.ndim != 2:
-        raise StateError(
-            f"flat_param.fully_shard: mesh has {mesh.ndim} axes, but parameters are sharded over "
-            "one axis, or replicated over the first of two and sharded over the second. Pass "
-            "part of it, such as mesh['shard']."
-        )
-    return None if mesh.size(1) == 1 else mesh.get_group(1), mesh.get_group(0)
-
-
-def _one_group(mesh: DeviceMesh | None) -> _Group:
-    if mesh is not None:
-        return mesh.get_group()
-    if not dist.is_available() or not dist.is_initialized():
-        raise StateError(
-            "flat_param.fully_shard: there is no process group, but parameters are sharded over "
-            "one. Call torch.distributed.init_process_group, or use flat_param.flatten."
-        )
-    return cast(_Group, dist.group.WORLD)
-
-
-def comm_of_part(comms: CommGroups, size: int) -> Communicator:
-    """Return a communicator of `size` neighbouring ranks of a unit, including this one.
-
-    Collective over these ranks in the first call.
-    """
-    group = cast(_Group, comms.gather.group)
-    first = comms.gather.rank // size * size
-    ranks = dist.get_process_group_ranks(group)[first : first + size]
-    part = derived_group(group, size, ranks)
-    return Communicator(part, log=comms.log, number=next_number(part))
+    def comms(self, *, log: CommLog) -> CommGroups:
+        """The process groups of a unit. Collective: every rank of the world calls it."""
+        shard, copies = self.shard, self.replicate
+        groups = (shard, shard and _twin(shard), copies and _twin(copies))
+        gather, reduce, replicate = [Communicator(group, log=log) for group in groups]
+        for comm in (gather, reduce, replicate):
+            if comm.trail is not None:
+                comm.trail.units += 1
+                comm.number = comm.trail.units
+        return CommGroups(gather, reduce, replicate, log)
 
 
 def _twin(group: _Group) -> _Group:

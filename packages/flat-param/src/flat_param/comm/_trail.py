@@ -1,65 +1,78 @@
-"""Record the collectives that this rank has started, in order, and the one it waits for.
+"""The collectives that this rank has started in a group, and messages through the group's store.
 
 Ranks that run units in different orders receive the wrong unit's parameters, without an error if
 shapes are equal. Each rank keeps a checksum of the collectives it has started in each group, and
-ranks compare them in the collective that ends a backward, see `_order`. A unit is identified by
-the number of its `fully_shard` call in the group, which is the same on every rank.
+ranks compare them in the collective that ends a backward, see sharded/_order.py. A unit is
+identified by the number of its `fully_shard` call in the group, which is the same on every rank.
 
-Ranks that skip a unit can deadlock. After two seconds, a waiting rank writes to the store which
-collective it waits for, and how many collectives it has started in each group. A rank is deadlocked
-if another rank of the group has not started that collective and is deadlocked too. Slow ranks and
-networks do not match this.
+Messages explain why a collective never ends. As long as collectives complete, nothing is written
+or read.
+
+- A rank whose collective fails raises an alarm. Every waiting rank sees it within a second and
+  answers, and the error names the ranks that do not.
+- Ranks that skip a unit can deadlock. After two seconds, a waiting rank writes which collective it
+  waits for, and how many collectives it has started in each group. Ranks that wait for each other
+  in a circle are deadlocked. Slow ranks and networks do not match this.
 """
 
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-ORDER_BYTES = 8  # a checksum and its complement, see Note [Order word] in _order.py
+from .._torch_compat import default_store
+
+ORDER_BYTES = 8  # a checksum and its complement, see sharded/_order.py
 _KEPT = 4096  # labels; enough to name the first difference in any step
+_ANSWER_S = 3.0
 
 _made: Counter[tuple[int, ...]] = Counter()
 _trails: WeakKeyDictionary[dist.ProcessGroup, Trail] = WeakKeyDictionary()
 
 
-@dataclass(eq=False)
 class Trail:
-    """The collectives that this rank has started in one group.
+    """The collectives of one group. No method is a collective.
 
     Attributes:
         ranks: global ranks of the group.
         key: name of the group, the same on all of its ranks.
+        backends: the backend of each device type: one group may have several.
         units: number of units that use it.
         started: number of collectives.
         checksum: of the collectives since ranks last compared, and of their order.
         recent: their labels, for messages.
+        unread: words of the last step on a device, see sharded/_order.py.
     """
 
-    ranks: tuple[int, ...]
-    key: str
-    units: int = 0
-    started: int = 0
-    checksum: int = 0
-    recent: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.key = f"{'-'.join(map(str, self.ranks))}/{_made[self.ranks]}"
+        _made[self.ranks] += 1
+        pairs = [each.partition(":") for each in str(dist.get_backend_config(group)).split(",")]
+        self.backends = {device: backend for device, _, backend in pairs}
+        self.units = self.started = self.checksum = 0
+        self.recent: deque[str] = deque(maxlen=_KEPT)
+        self.unread: tuple[Tensor, torch.Event, list[list[str]]] | None = None
+        self._store = default_store()
+        self._rank = dist.get_rank()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Trail:
         """Return the trail of a group."""
         trail = _trails.get(group)
         if trail is None:
-            ranks = tuple(dist.get_process_group_ranks(group))
-            trail = cls(ranks, f"{'-'.join(map(str, ranks))}/{_made[ranks]}")
-            _made[ranks] += 1
-            _trails[group] = trail
+            trail = _trails[group] = cls(group)
         return trail
 
     def add(self, label: str, mark: bytes) -> int:
@@ -74,99 +87,85 @@ class Trail:
         self.checksum = 0
         self.recent.clear()
 
+    # Messages.
 
-def next_number(group: dist.ProcessGroup | None) -> int:
-    """A number for a new unit of a group."""
-    if group is None:
-        return 0
-    trail = Trail.of(group)
-    trail.units += 1
-    return trail.units
+    def trouble(self) -> str:
+        """The alarm of another rank; empty without one."""
+        try:
+            is_raised = self._store.check([_key("alarm")])
+            return str(self._store.get(_key("alarm")).decode()) if is_raised else ""
+        except RuntimeError:
+            return "the store is gone"
+
+    def diagnosis(self, reason: str) -> str:
+        """Raise the alarm, wait at most three seconds for answers, and name the silent ranks."""
+        try:
+            told = reason if reason.startswith("rank ") else f"rank {self._rank}: {reason}"
+            self._store.set(_key("alarm"), told)
+            self._store.set(_key(f"here/{self._rank}"), "")
+            silent, deadline = self.ranks, time.monotonic() + _ANSWER_S
+            while silent and time.monotonic() < deadline:
+                silent = tuple([r for r in silent if not self._store.check([_key(f"here/{r}")])])
+                time.sleep(0.05)
+        except RuntimeError:
+            return "rank 0, whose store no longer answers,"
+        return f"rank {', '.join(map(str, silent))}" if silent else "no rank is gone, but one"
+
+    def deadlock(self, label: str, number: int) -> str:
+        """Write what this rank waits for; describe the deadlock that it is in, if there is one.
+
+        Args:
+            label: the collective, in words.
+            number: of the collective in this group.
+        """
+        started = {trail.key: trail.started for trail in _trails.values()}
+        mine = {"label": label, "key": self.key, "ranks": self.ranks, "number": number}
+        try:
+            self._store.set(_wait(self._rank), json.dumps({**mine, "started": started}))
+            stuck = self._circle(self._rank, {}, set())
+        except RuntimeError:
+            return ""
+        return ", ".join(f"rank {rank} waits in {stuck[rank]['label']}" for rank in sorted(stuck))
+
+    def _circle(self, rank: int, path: dict[int, Any], seen: set[int]) -> dict[int, Any]:
+        """Waits from a rank to one that is on the path: each rank lacks the next one."""
+        if rank in path:
+            return path
+        wait = self._wait_of(rank)
+        if wait is None or rank in seen:
+            return {}
+        seen.add(rank)
+        for other in wait["ranks"]:
+            theirs = self._wait_of(other)
+            if theirs is not None and theirs["started"].get(wait["key"], 0) < wait["number"]:
+                found = self._circle(other, {**path, rank: wait}, seen)
+                if found:
+                    return found
+        return {}
+
+    def _wait_of(self, rank: int) -> Any:
+        text = self._store.get(_wait(rank)) if self._store.check([_wait(rank)]) else b""
+        return json.loads(text) if text else None
+
+    def stop_waiting(self) -> None:
+        """Remove the message that `deadlock` wrote."""
+        with suppress(RuntimeError):
+            self._store.set(_wait(self._rank), "")
 
 
-def first_difference(labels: Iterable[tuple[int, list[str]]]) -> str:
-    """The first collective in which two ranks differ; empty if there is none."""
+def first_difference(labels: Iterable[tuple[int, list[str]]], *, verb: str) -> str:
+    """The first label in which two ranks differ; empty if there is none."""
     (rank, mine), *others = labels
     for other, theirs in others:
         for here, there in zip_longest(mine, theirs, fillvalue="nothing more"):
             if here != there:
-                return f"rank {rank} did {here} where rank {other} did {there}"
+                return f"rank {rank} {verb} {here} where rank {other} {verb} {there}"
     return ""
 
 
-@dataclass(frozen=True)
-class Wait:
-    """A collective that one rank waits for.
-
-    Attributes:
-        rank: global rank.
-        label: the collective, in words.
-        key: of the group's trail.
-        ranks: of the group.
-        number: of the collective in that group.
-        started: by trail, the number of collectives that the rank has started.
-    """
-
-    rank: int
-    label: str
-    key: str
-    ranks: tuple[int, ...]
-    number: int
-    started: Mapping[str, int]
-
-    def post(self, store: Any) -> None:
-        """Write it to the store. Not a collective."""
-        store.set(_key(self.rank), json.dumps(vars(self)))
-
-    @staticmethod
-    def over(store: Any, rank: int) -> None:
-        """Remove it from the store."""
-        store.set(_key(rank), "")
-
-    @staticmethod
-    def of(store: Any, rank: int) -> Wait | None:
-        """Return the entries that a rank has written."""
-        text = store.get(_key(rank)).decode() if store.check([_key(rank)]) else ""
-        return Wait(**json.loads(text)) if text else None
+def _wait(rank: int) -> str:
+    return _key(f"wait/{rank}")
 
 
-def wait_here(trail: Trail, label: str, number: int) -> Wait:
-    """The wait of this rank."""
-    started = {other.key: other.started for other in _trails.values()}
-    return Wait(dist.get_rank(), label, trail.key, trail.ranks, number, started)
-
-
-def in_vain(waits: Mapping[int, Wait]) -> dict[int, Wait]:
-    """The waits that never end."""
-    found = dict(waits)
-    while True:
-        ending = [rank for rank, wait in found.items() if not _lacks(wait, found)]
-        if not ending:
-            return found
-        for rank in ending:
-            del found[rank]
-
-
-def _lacks(wait: Wait, others: Mapping[int, Wait]) -> bool:
-    there = (others[rank] for rank in wait.ranks if rank in others)
-    return any(other.started.get(wait.key, 0) < wait.number for other in there)
-
-
-def deadlock(store: Any, mine: Wait) -> str:
-    """Describe the waiting ranks if this rank is deadlocked; else empty. Not a collective."""
-    waits: dict[int, Wait] = {mine.rank: mine}
-    todo: list[Any] = list(mine.ranks)
-    while todo:
-        rank = todo.pop()
-        wait = None if rank in waits else Wait.of(store, rank)
-        if wait is not None:
-            waits[rank] = wait
-            todo += wait.ranks
-    stuck = in_vain(waits)
-    if mine.rank not in stuck:
-        return ""
-    return ", ".join(f"rank {rank} waits in {stuck[rank].label}" for rank in sorted(stuck))
-
-
-def _key(rank: int) -> str:
-    return f"flat_param/wait/{rank}"
+def _key(name: str) -> str:
+    return f"flat_param/{name}"

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from .._errors import StateError
 from ..buffers._views import unflatten
 from ._chunks import Chunk
-from ._flat_segments import FlatSegment
+from ._flat_segment import FlatSegment
 
 _HOW = ("capturable", "differentiable", "foreach", "fused", "param_names", "params")
 
@@ -113,22 +114,21 @@ def to_parameters(
 ) -> dict[str, dict[str, Any]]:
     """Return the state of each parameter of a segment; copies."""
     states = [optimizer.state.get(chunk, {}) for chunk in chunks]
-    out: dict[str, dict[str, Any]] = {spec.name: {} for spec in segment.plan.layout.specs}
-    if not any(states):
-        return {}
-    for key in dict.fromkeys(key for state in states for key in state):
+    layout = segment.plan.layout
+    out: dict[str, dict[str, Any]] = {spec.name: {} for spec in layout.specs}
+    for key in dict.fromkeys(chain(*states)):
         values = [state.get(key) for state in states]
-        if _is_flat(values, chunks):
+        if _have_shapes(key, values, chunks):
             parts = [
                 torch.zeros_like(chunk) if value is None else value
                 for chunk, value in zip(chunks, values, strict=True)
             ]
-            for name, view in unflatten(torch.cat(parts), segment.plan.layout).items():
+            for name, view in unflatten(torch.cat(parts), layout).items():
                 out[name][key] = view.clone()
         else:
-            for name in out:
-                out[name][key] = _copied(_only(key, values, segment))
-    return out
+            for state in out.values():
+                state[key] = _only(key, values, segment)
+    return {name: state for name, state in out.items() if state}
 
 
 @torch.no_grad()
@@ -137,45 +137,37 @@ def to_chunks(
 ) -> list[dict[str, Any]]:
     """Return the state of each chunk of a segment, from that of its parameters; copies."""
     layout = segment.plan.layout
-    held = {spec.name: states[spec.name] for spec in layout.specs if states.get(spec.name)}
+    held = [states.get(spec.name, {}) for spec in layout.specs]
     out: list[dict[str, Any]] = [{} for _ in chunks]
-    for key in dict.fromkeys(key for state in held.values() for key in state):
-        values = {name: state[key] for name, state in held.items() if state.get(key) is not None}
-        shapes = {spec.name: spec.shape for spec in layout.specs}
-        if values and all(_has_shape(key, value, shapes[name]) for name, value in values.items()):
-            dtype = next(iter(values.values())).dtype
+    for key in dict.fromkeys(chain(*held)):
+        values = [state.get(key) for state in held]
+        if _have_shapes(key, values, layout.specs):
+            dtype = next(value.dtype for value in values if value is not None)
             flat = torch.zeros(layout.numel, dtype=dtype, device=segment.buffer.device)
-            for name, view in unflatten(flat, layout).items():
-                if name in values:
-                    view.copy_(values[name])
+            for value, view in zip(values, unflatten(flat, layout).values(), strict=True):
+                if value is not None:
+                    view.copy_(value)
             for chunk, state in zip(chunks, out, strict=True):
                 state[key] = flat[chunk._start : chunk._start + chunk.numel()].clone()
         else:
             for state in out:
-                state[key] = _copied(_only(key, list(values.values()), segment))
+                state[key] = _only(key, values, segment)
     return out
 
 
-def _has_shape(key: str, value: Any, shape: Sequence[int]) -> bool:
-    return key != "step" and isinstance(value, Tensor) and tuple(value.shape) == tuple(shape)
-
-
-def _is_flat(values: Sequence[Any], chunks: Sequence[Chunk]) -> bool:
-    pairs = [(v, chunk) for v, chunk in zip(values, chunks, strict=True) if v is not None]
-    return bool(pairs) and all(
-        isinstance(v, Tensor) and v.shape == chunk.shape and v.dim() for v, chunk in pairs
+def _have_shapes(key: str, values: Sequence[Any], owners: Sequence[Any]) -> bool:
+    """Whether all values are tensors of their owners' shapes; `step` is one for a segment."""
+    pairs = [(v, each) for v, each in zip(values, owners, strict=True) if v is not None]
+    return (
+        key != "step"
+        and bool(pairs)
+        and all(isinstance(v, Tensor) and tuple(v.shape) == tuple(each.shape) for v, each in pairs)
     )
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _only(key: str, values: Sequence[Any], segment: FlatSegment) -> Any:
-    """The common value; None if there is none, as for the momentum buffer of plain SGD."""
+    """A copy of the common value; None if there is none, as for momentum of plain SGD."""
     present = [value for value in values if value is not None]
-    if not present:
-        return None
     if key == "step":  # a parameter that was never stepped
         present = [value for value in present if value != 0] or present
     if any(not _same(value, present[0]) for value in present):
@@ -184,10 +176,11 @@ def _only(key: str, values: Sequence[Any], segment: FlatSegment) -> Any:
             f"'{segment.plan.name}', but a chunk has one value for all its parameters. Keep "
             "separate parameters, or start with a new optimizer."
         )
-    return present[0]
+    value = present[0] if present else None
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and bool((one == other).all())
+        return torch.equal(one, other)
     return bool(one == other)

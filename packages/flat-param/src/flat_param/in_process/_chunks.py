@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._errors import StateError
-from ..buffers._loaded_state import LoadedStates
-from ._flat_grad import FlatGrad
-from ._flat_segments import FlatSegment, FlatSegments
+from ..buffers._elementwise import ELEMENTWISE
+from ._flat_segment import FlatSegment
+from ._flat_segments import FlatSegments
 
 CPU_NUMEL = 1 << 18  # a float32 leaf of AdamW and its state then take 4 MiB
 
@@ -36,27 +37,28 @@ class Chunk(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        grad, flat = self._flat_grad()
-        return None if grad.arrivals == self._cleared_at else self._tensor_slice(flat)
+        flat = self._flat_segment.synced_grad
+        if flat is None:
+            flat = self._compared_grad()
+        is_cleared = self._flat_segment.arrivals == self._cleared_at
+        return None if is_cleared else self._tensor_slice(flat)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        grad, flat = self._flat_grad()
+        flat = self._flat_segment.synced_grad
+        if flat is None:
+            flat = self._compared_grad()
         if value is None:
             self._tensor_slice(flat).zero_()
-            self._cleared_at = grad.arrivals
+            self._cleared_at = self._flat_segment.arrivals
         else:
             self._tensor_slice(flat).copy_(value)
             self._cleared_at = -1
 
-    def _flat_grad(self) -> tuple[FlatGrad, Tensor]:
-        """The flat gradient of the present segment, up to date."""
-        grad = self._flat_segment.grad
-        if not grad.is_stale:
-            return grad, grad.flat
+    def _compared_grad(self) -> Tensor:
+        """The flat gradient after a comparison with the module, which may plan again."""
         self._flat_segment.sync()
-        grad = self._flat_segment.grad
-        return grad, grad.vector
+        return self._flat_segment.grad
 
     def _tensor_slice(self, flat: Tensor) -> Tensor:
         if self._seen is None or self._seen[0] is not flat:
@@ -96,7 +98,7 @@ def make_chunks(segments: FlatSegments, numel: int | None) -> list[Chunk]:
             chunk._start = start
             chunk.attach(segment)
             made.append(chunk)
-    segments.follow(made)
+    segments.chunks += made
     return made
 
 
@@ -104,18 +106,44 @@ def make_chunks(segments: FlatSegments, numel: int | None) -> list[Chunk]:
 def _watch_steps() -> None:
     """Look at chunks and at their state before each optimizer step, from the first chunk on."""
     register_optimizer_step_pre_hook(_sync_chunks)
-    LoadedStates("_flat_segment", _not_of_chunk).install()
+    register_optimizer_step_pre_hook(_check_state)
 
 
 def _sync_chunks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    chunks = (p for group in optimizer.param_groups for p in group["params"] if type(p) is Chunk)
-    for segment in {id(chunk._flat_segment): chunk._flat_segment for chunk in chunks}.values():
-        segment.sync()
+    last = None
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if type(param) is Chunk and param._flat_segment is not last:
+                last = param._flat_segment
+                last.sync()
 
 
-def _not_of_chunk(chunk: Chunk, key: str, shape: tuple[int, ...]) -> StateError:
-    return StateError(
-        f"flat_param.FlatParams.chunks: optimizer state '{key}' has shape {shape}, but the chunk "
-        f"that it was loaded for has {tuple(chunk.shape)}: it was saved over separate parameters. "
-        "Nothing was stepped. Load it with flat.load_optimizer_state(optimizer, state)."
-    )
+_checked: WeakSet[Optimizer] = WeakSet()
+_hooked: WeakSet[Optimizer] = WeakSet()
+
+
+def _check_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse state of separate parameters in the first step, and in the first after each load.
+
+    torch loads state by position and compares no shapes. Fused kernels then read as many elements
+    of the state as the chunk has, beyond the state's end. Optimizers that are not torch's may have
+    state of any shape.
+    """
+    if optimizer in _checked:
+        return
+    classes = type(optimizer).__mro__  # offloading adds a class of this package
+    own = next(cls for cls in classes if not cls.__module__.startswith("flat_param."))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params if own in ELEMENTWISE else ():
+        for key, value in optimizer.state.get(param, {}).items() if type(param) is Chunk else ():
+            if isinstance(value, Tensor) and value.dim() and value.shape != param.shape:
+                raise StateError(
+                    f"flat_param.FlatParams.chunks: optimizer state '{key}' has shape "
+                    f"{tuple(value.shape)}, but the chunk that it was loaded for has "
+                    f"{tuple(param.shape)}: it was saved over separate parameters. Nothing was "
+                    "stepped. Load it with flat.load_optimizer_state(optimizer, state)."
+                )
+    _checked.add(optimizer)
+    if optimizer not in _hooked:
+        _hooked.add(optimizer)
+        optimizer.register_load_state_dict_post_hook(_checked.discard)

@@ -90,7 +90,7 @@ class FlatParams:
         Raises:
             StateError: the segment is frozen.
         """
-        return self._flat_segments.find(segment).grad.vector
+        return self._flat_segments.find(segment).grad
 
     @torch.no_grad()
     def load_vector(self, vector: Tensor, segment: str | None = None) -> None:
@@ -159,7 +159,7 @@ class FlatParams:
     @torch.no_grad()
     def grad_norm(self, ord: float = 2.0) -> Tensor:
         """Return the norm of all gradients as one vector; a 0-dim tensor; None counts as zero."""
-        return joint_norm([one.grad.vector for one in self._flat_segments.trainable], ord)
+        return joint_norm([one.grad for one in self._flat_segments.trainable], ord)
 
     @torch.no_grad()
     def clip_(self, max_norm: float, *, ord: float = 2.0) -> Tensor:
@@ -169,7 +169,7 @@ class FlatParams:
             The norm before clipping, as from `torch.nn.utils.clip_grad_norm_`. On CPU nothing is
             written if nothing needs to shrink; elsewhere the factor stays on the device.
         """
-        grads = [one.grad.vector for one in self._flat_segments.trainable]
+        grads = [one.grad for one in self._flat_segments.trainable]
         total = joint_norm(grads, ord)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         if total.device.type != "cpu" or factor.item() < 1.0:
@@ -204,7 +204,7 @@ class FlatParams:
     def zero_grad(self) -> None:
         """Zero every gradient with one fill per segment; gradients that are None stay None."""
         for one in self._flat_segments.trainable:
-            one.grad.zero_()
+            one.zero_grad()
 
     def chunks(self, numel: int | None = None) -> list[nn.Parameter]:
         """Leaves over the trainable segments, to hand to torch's optimizers.
@@ -238,8 +238,7 @@ class FlatParams:
 
         Returns:
             `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`, tensors
-            in the parameters' shapes, copies. `optimizer_state_by_position` converts it for
-            `torch.optim.Optimizer.load_state_dict`.
+            in the parameters' shapes, copies. An optimizer of separate parameters loads it.
 
         Raises:
             StateError: not all of the optimizer's parameters are chunks of this module, groups

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import is_, methodcaller
+from operator import methodcaller
 from typing import Any
 from weakref import ref
 
@@ -26,55 +26,14 @@ from torch import Tensor, nn
 from .._errors import StateError, VectorError
 from ..buffers._overlap import check_apart
 from ..buffers._owners import FLATTENED, UNIT, Owner, check_owners
-from ..buffers._views import ParamViews, allocate, over, param_views
-from ..layout._layout import Segment, plan_segments
+from ..layout._layout import FlatLayout, Segment, plan_segments
 from ..layout._spec import check_grads, check_one_device, collect_params
-from ._flat_grad import FlatGrad
+from ._flat_segment import FlatSegment, unflattened
 
 ATTRIBUTE = "_flat_segments"
 """Name under which a flattened root has its segments."""
 
 _values = methodcaller("values")  # of a scripted module, which has no dict
-
-
-class FlatSegment:
-    """The tensors of one segment.
-
-    Each parameter has a separate storage over its part of the buffer's memory, so that state dicts
-    do not look tied (see `over`). In shared memory, parameters are plain views of the buffer.
-
-    Args:
-        plan: names, layout and trainability.
-        params: in layout order; become views of a new buffer.
-        owner: the segments of the module.
-
-    Attributes:
-        buffer: `(plan.layout.numel,)`, outside autograd.
-        grad: the flat gradient.
-    """
-
-    def __init__(self, plan: Segment, params: list[nn.Parameter], owner: FlatSegments) -> None:
-        self.plan, self.params, self._owner = plan, params, ref(owner)
-        whole = allocate(plan.layout, device=params[0].device)
-        if whole.device.type == "cpu" and any(param.is_shared() for param in params):
-            whole.share_memory_()
-        memory = whole.untyped_storage()
-        self.buffer: Tensor = over(memory, whole)
-        views = param_views(self.buffer, plan.layout)
-        ParamViews(params, [over(memory, view) for view in views]).take_all()
-        self.grad: FlatGrad = FlatGrad(plan, params, self.buffer)
-
-    def sync(self) -> None:
-        """Compare the module with the plan.
-
-        Raises:
-            StateError: the module was unflattened.
-        """
-        owner = self._owner()
-        if owner is not None:
-            owner.sync()
-        elif self.grad.is_closed:
-            raise unflattened("the module")
 
 
 class FlatSegments:
@@ -83,6 +42,7 @@ class FlatSegments:
     Attributes:
         all: every segment, in plan order.
         outline: equal for two modules whose vectors can be combined.
+        chunks: leaves of optimizers, attached again after every new plan.
         closed: whether the module was unflattened.
     """
 
@@ -102,12 +62,12 @@ class FlatSegments:
         # A copied module is restored after this. Its first use plans it.
         self._module, self._align_bytes = ref(state["module"]), state["align_bytes"]
         self.all, self.outline, self.closed = (), (), False
-        self._chunks: list[Any] = []
+        self.chunks: list[Any] = []
         self._owner: Owner | None = None
+        self._kept: list[nn.Module] = []
         self._registries: list[Any] = []
-        self._seen: list[object] | None = None
         self._tensors: list[Tensor] = []
-        self._pointers: list[int] = []
+        self._seen: list[int] | None = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -118,7 +78,7 @@ class FlatSegments:
         held: list[Tensor] = [*params, *(grad for grad in grads if not grad.requires_grad)]
         copies = [tensor.detach().clone() for tensor in held]
         for segment in self.all:
-            segment.grad.close()
+            segment.close()
         for tensor, copied in zip(held, copies, strict=True):
             tensor.data = copied
         for name in (ATTRIBUTE, "_apply"):
@@ -150,10 +110,6 @@ class FlatSegments:
             "Name one of them."
         )
 
-    def follow(self, chunks: Sequence[Any]) -> None:
-        """Have chunks of these segments attached again after every new plan."""
-        self._chunks += chunks
-
     def sync(self) -> None:
         """Plan again if a module, a parameter or its memory was replaced.
 
@@ -165,18 +121,14 @@ class FlatSegments:
         module = self._module()
         if self.closed:
             raise unflattened(type(module).__name__)
-        if module is not None and not torch.compiler.is_compiling() and self._changed():
-            self._plan(module)
+        if module is None or torch.compiler.is_compiling() or self._now() == self._seen:
+            return
+        self._plan(module)
 
-    def _changed(self) -> bool:
-        """Compare; some 100 ns for each module and each parameter."""
-        now, seen = self._registered(), self._seen
-        if seen is None or len(now) != len(seen) or not all(map(is_, now, seen)):
-            return True
-        return self._pointers != list(map(Tensor.data_ptr, self._tensors))
-
-    def _registered(self) -> list[object]:
-        return list(chain.from_iterable(map(_values, self._registries)))
+    def _now(self) -> list[int]:
+        """What is registered, and where its memory is; 100 ns for each module and parameter."""
+        registered = chain.from_iterable(map(_values, self._registries))
+        return [*map(id, registered), *map(Tensor.data_ptr, self._tensors)]
 
     @torch.inference_mode(False)
     def _plan(self, module: nn.Module) -> None:
@@ -190,35 +142,34 @@ class FlatSegments:
         plans = plan_segments(specs, align_bytes=self._align_bytes) if specs else ()
         self._check_chunks(plans)
         for segment in self.all:
-            segment.grad.close()
+            segment.close()
         self._seen = None
         before, by_name = self.trainable, dict(named)
         self.all = tuple(
-            [FlatSegment(p, [by_name[s.name] for s in p.layout.specs], self) for p in plans]
+            [FlatSegment(p, [by_name[s.name] for s in p.layout.specs], self.sync) for p in plans]
         )
-        for chunk, segment in zip(self._chunks, self._homes(before), strict=True):
-            chunk.attach(segment)
+        after = dict(zip(map(id, before), self.trainable, strict=False))
+        for chunk in self.chunks:
+            chunk.attach(after[id(chunk._flat_segment)])
         self._owner = Owner(FLATTENED, module, named)
-        self.outline = tuple(map(_outline, plans))
+        self.outline = tuple(_outline(plan.layout) for plan in plans)
+        root, *self._kept = module.modules()  # so that no other object gets the same `id`
         self._registries = [
-            registry for each in module.modules() for registry in (each._modules, each._parameters)
+            registry
+            for each in (root, *self._kept)
+            for registry in (each._modules, each._parameters)
         ]
         self._tensors = [each for one in self.all for each in (one.buffer, *one.params)]
-        self._pointers = list(map(Tensor.data_ptr, self._tensors))
-        self._seen = self._registered()
+        self._seen = self._now()
 
     def _check_chunks(self, plans: Sequence[Segment]) -> None:
-        now = [segment.plan.layout.numel for segment in self.trainable]
-        if self._chunks and now != [plan.layout.numel for plan in plans if plan.trainable]:
+        """Refuse a plan in which an optimizer's state would be of other elements."""
+        now = [_places(segment.plan.layout) for segment in self.trainable]
+        if self.chunks and now != [_places(plan.layout) for plan in plans if plan.trainable]:
             raise StateError(
                 "flat_param.FlatParams: the trainable segments changed, but chunks are in use. "
                 "Call flat_param.unflatten(module), flatten it again, and build a new optimizer."
             )
-
-    def _homes(self, before: Sequence[FlatSegment]) -> list[FlatSegment]:
-        """The segment that replaces the segment of each chunk."""
-        after = dict(zip(map(id, before), self.trainable, strict=False))
-        return [after[id(chunk._flat_segment)] for chunk in self._chunks]
 
     def apply_module(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move or cast the module, then flatten the result; replaces the root's `_apply`."""
@@ -229,16 +180,9 @@ class FlatSegments:
         return result
 
 
-def unflattened(name: str) -> StateError:
-    """The error for a view or a chunk of an unflattened module."""
-    return StateError(
-        f"flat_param.FlatParams: {name} was unflattened, but its flat view or a chunk of it is "
-        "used, which would train nothing. Use the view that the next flatten returns, and build a "
-        "new optimizer."
-    )
+def _places(layout: FlatLayout) -> tuple[Any, ...]:
+    return layout.offsets, *((spec.shape, spec.stride) for spec in layout.specs)
 
 
-def _outline(plan: Segment) -> tuple[Any, ...]:
-    layout = plan.layout
-    places = [(spec.name, spec.shape, spec.stride) for spec in layout.specs]
-    return layout.dtype, layout.offsets, *places
+def _outline(layout: FlatLayout) -> tuple[Any, ...]:
+    return layout.dtype, *(spec.name for spec in layout.specs), *_places(layout)

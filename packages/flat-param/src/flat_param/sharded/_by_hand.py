@@ -1,14 +1,13 @@
 """`unshard()` and `reshard()` of units, called by the user.
 
 The unsharded parameters are shown until `reshard()`, or until the unit's next forward or backward
-is over. Code that reads shards first calls `units_at_rest`, which reshards such units and copies
-replaced parameters into the shards. An interrupted gather leaves the unit resharded.
+is over. Code that reads shards first calls `units_at_rest`, which reshards such units. An
+interrupted gather leaves the unit resharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -16,32 +15,28 @@ from .._errors import StateError
 from ._unit import Unit
 
 STOPPED = object()
-"""Placeholder for the unit of a module while `fully_shard` cuts its parameters."""
+"""Placeholder for the unit of a module while `fully_shard` makes it."""
 
 
 class UnshardHandle:
     """A gather that `ShardedModule.unshard` has started."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
 
     def wait(self) -> None:
         """Wait for the unsharded parameters and show them.
 
         Does nothing in a second call, or after a forward, backward or `reshard()` freed them.
         """
-        self._wait()
-
-
-def _show(unit: Unit) -> None:
-    """Show a unit that `unshard` has gathered and nothing has freed."""
-    unit.schedule.settle()
-    if unit.is_by_hand and not unit.sites.shows:
-        try:
-            unit.show()
-        except BaseException:
-            unit.reshard()
-            raise
+        unit = self._unit
+        unit.schedule.settle()
+        if unit.is_by_hand and not unit.is_shown:
+            try:
+                unit.show()
+            except BaseException:
+                unit.reshard()
+                raise
 
 
 def begin_unshard(unit: Unit) -> UnshardHandle:
@@ -50,7 +45,7 @@ def begin_unshard(unit: Unit) -> UnshardHandle:
     schedule.settle()
     if not schedule.computes(unit):
         try:
-            if not unit.sites.shows:
+            if not unit.is_shown:
                 unit.take_changes()
             if unit.is_stale:
                 unit.reshard()
@@ -59,7 +54,7 @@ def begin_unshard(unit: Unit) -> UnshardHandle:
         except BaseException:
             unit.reshard()
             raise
-    return UnshardHandle(partial(_show, unit))
+    return UnshardHandle(unit)
 
 
 def reshard(unit: Unit) -> None:
@@ -95,16 +90,43 @@ def units_below(module: nn.Module) -> Iterator[Unit]:
             yield unit
 
 
-def units_at_rest(module: nn.Module) -> list[Unit]:
-    """The units of a module and below, resharded. Not a collective."""
+def units_at_rest(module: nn.Module, function: str = "state_dict") -> list[Unit]:
+    """The units of a module and below, after `put_to_rest`."""
     units = list(units_below(module))
     for unit in units:
-        put_to_rest(unit)
+        put_to_rest(unit, function)
     return units
 
 
-def put_to_rest(unit: Unit) -> None:
-    """Reshard a unit that `unshard` gathered, and copy replaced parameters into the shard."""
+def put_to_rest(unit: Unit, function: str) -> None:
+    """Reshard a unit that `unshard` gathered, and copy re-assigned pieces into the shard.
+
+    Not a collective.
+
+    Args:
+        unit: the unit.
+        function: the called function, for the message.
+
+    Raises:
+        StateError: a forward or backward runs.
+    """
+    schedule = unit.schedule
+    schedule.settle()
+    if schedule.depth or schedule.backward is not None:
+        raise StateError(
+            f"flat_param.{function}: called inside forward or backward, where the module has "
+            "unsharded parameters. Call it between steps."
+        )
     if unit.is_by_hand:
         reshard(unit)
     unit.take_changes()
+
+
+def refuse_inside_step(unit: Unit, method: str) -> None:
+    """Raise if a pass is running, in which the module has unsharded parameters."""
+    unit.schedule.settle()
+    if unit.schedule.depth or unit.schedule.backward is not None:
+        raise StateError(
+            f"flat_param.{method}: called inside forward or backward, where the module has "
+            "unsharded parameters. Call it between steps."
+        )

@@ -1,4 +1,4 @@
-"""Try an optimizer on empty pieces before its first step.
+"""Refuse optimizers that cannot step pieces, before their first step.
 
 An optimizer that needs whole tensors is refused where it reads a piece, see _piece_tensors.py. At
 that point it may have updated other parameters, and a rank without elements of that piece never
@@ -7,6 +7,10 @@ is cut: the refusal comes on all ranks, before anything has changed.
 
 Not tried: torch's own elementwise optimizers, which are never refused; optimizers whose options or
 attributes are no plain values; a copy that fails in another way, such as without a closure.
+
+Also refused are optimizers made before sharding that have replaced parameters, or state of whole
+parameters: fused kernels would read it as state of the piece. State that is loaded later is cut or
+refused by `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -20,25 +24,60 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._errors import ParameterError
+from .._errors import ParameterError, StateError
 from .._torch_compat import unhooked_step, without_torch_function
-from ..buffers._loaded_state import ELEMENTWISE
-from ..layout._param_shard import stays_whole
-from ._optim_state import piece_of
-from ._param_piece import ParamPiece
+from ..buffers._elementwise import ELEMENTWISE
+from ._optim_state import params_of
+from ._param_piece import piece_of
 from ._piece_tensors import as_piece, be_piece, plain
 
-_tried: WeakSet[Optimizer] = WeakSet()
+checked: WeakSet[Optimizer] = WeakSet()
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
-def try_first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise the error that the step would raise on pieces; a hook before each step."""
-    kind = type(optimizer)
-    is_known = kind in ELEMENTWISE or hasattr(optimizer, "steps_bucket")
-    if optimizer in _tried or is_known or torch.compiler.is_compiling():
+def check_first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise before a step that cannot be right; a hook before each step."""
+    if optimizer not in checked:
+        for param in params_of(optimizer):
+            _check_state(optimizer, param)
+        if not torch.compiler.is_compiling():
+            _try_step(optimizer)
+        checked.add(optimizer)
+
+
+def mark_replaced(param: Tensor, *, name: str) -> None:
+    """Mark a parameter that was replaced in its module."""
+    param._flat_param_replaced = name  # type: ignore[attr-defined]  # our own mark
+
+
+def _check_state(optimizer: Optimizer, param: Any) -> None:
+    if hasattr(param, "_flat_param_replaced"):
+        raise ParameterError(
+            f"flat_param.fully_shard: parameter '{param._flat_param_replaced}' was a DTensor that "
+            "the optimizer still has, but a plain one took its place. Make the optimizer after "
+            "fully_shard."
+        )
+    piece = piece_of(param)
+    if piece is None or piece.shape in ((), tuple(param.shape)):
         return
-    _tried.add(optimizer)
+    # A table of an optimizer may have as many elements as a vector by coincidence.
+    by_chance = len(piece.shape) == 1 and type(optimizer) not in ELEMENTWISE
+    for key, value in optimizer.state.get(param, {}).items():
+        if isinstance(value, Tensor) and tuple(value.shape) == piece.shape and not by_chance:
+            raise StateError(
+                f"flat_param.fully_shard: optimizer state '{key}' of parameter '{piece.name}' has "
+                f"shape {piece.shape}, but this rank's piece has {tuple(param.shape)}: it is of "
+                "whole parameters. Nothing was stepped. Load it with "
+                "flat_param.load_full_state_dict(module, {'model': ..., 'optim': state}, "
+                "optimizer=optimizer)."
+            )
+
+
+def _try_step(optimizer: Optimizer) -> None:
+    """Raise the error that the step would raise on pieces."""
+    kind = type(optimizer)
+    if kind in ELEMENTWISE or hasattr(optimizer, "steps_bucket"):
+        return
     groups = [_emptied(group) for group in optimizer.param_groups]
     own = {key: value for key, value in vars(optimizer).items() if key not in _REPLACED}
     hooks: dict[str, Any] = {key: OrderedDict() for key in own if key.startswith("_optimizer_")}
@@ -63,21 +102,17 @@ _REPLACED = ("state", "param_groups", "defaults", "step")  # a scheduler wraps `
 
 def _emptied(group: dict[str, Any]) -> dict[str, Any]:
     pieces = ((param, piece_of(param)) for param in group["params"] if param.requires_grad)
-    params = [
-        _empty(param, piece)
-        for param, piece in pieces
-        if piece is not None and piece.is_cut and not stays_whole(piece.plan, piece.index)
-    ]
+    params = []
+    for param, piece in pieces:
+        if piece is not None and piece.is_cut and not piece.stays_whole:
+            values = plain(param)
+            made = nn.Parameter(values.new_empty((0, *values.shape[1:])))
+            with without_torch_function():
+                grad = torch.zeros_like(values[:0] if values.dim() else made)
+                made.grad = as_piece(grad, piece)
+            be_piece(made, piece)
+            params.append(made)
     return {**copy.copy(group), "params": params}
-
-
-def _empty(param: nn.Parameter, piece: ParamPiece) -> nn.Parameter:
-    values = plain(param)
-    made = nn.Parameter(values.new_empty((0, *values.shape[1:])))
-    with without_torch_function():
-        made.grad = as_piece(torch.zeros_like(values[:0] if values.dim() else made), piece)
-    be_piece(made, piece)
-    return made
 
 
 def _is_plain(value: Any) -> bool:

@@ -9,19 +9,27 @@ DTensor has no placement:
 - Operators would compute with one rank's elements, so all but copies and metadata raise. The
   check is in `__torch_function__`: torch 2.10 to 2.12 dispatch operators of DTensor subclasses in
   C++, past `__torch_dispatch__`.
-- A pickled shard becomes a `StoredShard`, which knows its elements and no process group.
+- An unpickled shard has elements, and no process group: it is saved, and loaded where the same
+  elements are.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -32,77 +40,10 @@ from .._torch_compat import (
     no_torch_function,
     without_torch_function,
 )
-from ..buffers._dtensors import DTensorPlace
+from ..buffers._dtensors import DTensorPlace, is_dtensor
 from ..buffers._views import inverse
-from ..comm._comm import Communicator
-from ._stored_shard import (
-    DISPATCHED,
-    Chunks,
-    Extent,
-    StoredShard,
-    fields_of,
-    not_here,
-    rebuild_shard,
-    stride_of,
-)
-
-aten = torch.ops.aten
-
-
-class ShardOwners:
-    """The ranks with the other elements of a tensor. Copies of a shard share it.
-
-    Args:
-        comm: to these ranks.
-        device: device of tensors in collectives.
-        ranges: returns `[start, stop)` of each rank.
-        place: placement by tensor parallelism; None without it.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        device: torch.device,
-        ranges: Callable[[], Sequence[tuple[int, int]]],
-        place: DTensorPlace | None = None,
-    ) -> None:
-        self.comm, self.device, self.ranges, self.place = comm, device, ranges, place
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardOwners:
-        return self
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """Return a mesh of the ranks."""
-        return _mesh_of(self.comm.group, self.device.type)
-
-    def gather(self, local: Tensor, extent: Extent) -> Tensor:
-        """Return the full tensor, on the device of `local`. Collective."""
-        ranges = self.ranges()
-        longest = max(stop - start for start, stop in ranges)
-        start, stop = ranges[self.comm.rank]
-        mine = torch.zeros(longest, dtype=local.dtype, device=self.device)
-        mine[: stop - start].copy_(local[: stop - start])
-        rows = mine.new_empty(len(ranges), longest)
-        self.comm.all_gather(_as_bytes(rows.view(-1)), _as_bytes(mine)).wait()
-        found = [row[: stop - start] for row, (start, stop) in zip(rows, ranges, strict=True)]
-        flat = torch.cat(found).to(local.device)
-        # Row-major: torch broadcasts full tensors in memory order.
-        whole = flat.view(extent.outer_shape).permute(inverse(extent.order)).contiguous()
-        if self.place is None:
-            return whole
-        joined: Any = self.place.over(whole)
-        gathered: Tensor = joined.full_tensor()
-        return gathered
-
-    def cut(self, whole: Tensor, extent: Extent) -> Tensor | None:
-        """Return a copy of this rank's elements; None if `whole` has another shape."""
-        if self.place is not None:
-            whole = self.place.local_of_value(whole)
-        elif isinstance(whole, DTensor) and not isinstance(whole, FlatShard):
-            whole = whole.full_tensor()
-        return extent.cut(whole) if tuple(whole.shape) == extent.shape else None
-
+from ..layout._boxes import boxes_between
+from ._param_piece import Extent, ParamPiece, rebuild_shard
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
@@ -134,21 +75,43 @@ _QUESTIONS = frozenset(
 )
 """Functions that look at no element, by name."""
 
+aten = torch.ops.aten
+_DISPATCHED = frozenset({aten.detach.default, aten.clone.default, aten._to_copy.default})
 
-class FlatShard(Chunks, DTensor):
+
+class FlatShard(DTensor):
     """This rank's elements of a sharded tensor, in a state dict. Do not create it by hand.
 
     `full_tensor()` gathers the tensor, and is a collective.
     """
 
-    _owners: ShardOwners
+    _extent: Extent
+    _piece: ParamPiece | None
+    _ranges: Sequence[tuple[int, int]] | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, extent: Extent, owners: ShardOwners) -> FlatShard:
-        size, stride = torch.Size(extent.size), stride_of(extent)
+    def __new__(
+        cls,
+        local: Tensor,
+        extent: Extent,
+        piece: ParamPiece | None = None,
+        ranges: Sequence[tuple[int, int]] | None = None,
+    ) -> FlatShard:
+        """Wrap elements.
+
+        Args:
+            local: the elements, 1-D.
+            extent: their place in the whole tensor.
+            piece: knows the ranks with the other elements; None for an unpickled shard.
+            ranges: `[start, stop)` of each rank; None: those of the piece.
+        """
+        size, stride = torch.Size(extent.size), extent.stride
         shard = make_wrapper(cls, size, stride, local)
-        shard._spec = dtensor_spec(owners.mesh, (Replicate(),), size, stride, local.dtype)
-        shard._local_tensor, shard._extent, shard._owners = local, extent, owners
+        if piece is not None:
+            mesh = _mesh_of(piece.comm.group, piece.device.type)
+            shard._spec = dtensor_spec(mesh, (Replicate(),), size, stride, local.dtype)
+        shard._local_tensor, shard._extent = local, extent
+        shard._piece, shard._ranges = piece, ranges
         return shard
 
     def __init__(self, *args: Any) -> None:
@@ -167,29 +130,31 @@ class FlatShard(Chunks, DTensor):
                 return self._like(func(self._local_tensor, *args[1:], **kwargs))
             if func is Tensor.new_empty and tuple(args[1]) in ((), self._extent.size):
                 return self._like(self._local_tensor.new_empty(self._local_tensor.shape, **kwargs))
-            if func is Tensor.copy_:
+            if func is Tensor.copy_ and self._piece is not None:
                 return self._fill(args[1])
-        raise not_here(name or str(func), args)
+        raise _not_here(name or str(func), args)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has no class
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse calls that come from C++."""
-        kwargs, self = dict(kwargs or {}), args[0] if args else None
-        if isinstance(self, cls) and func in DISPATCHED:
-            kwargs.pop("memory_format", None)
-            return self._like(func(self._local_tensor, *args[1:], **kwargs))
-        if isinstance(self, cls) and func is aten.copy_.default:
-            return self._fill(args[1])
-        raise not_here(str(func), args)
+        """Refuse calls that come from C++, except copies."""
+        if func in _DISPATCHED:
+            kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
+            return args[0]._like(func(args[0]._local_tensor, **kwargs))
+        raise _not_here(str(func), args)
 
     def _like(self, local: Tensor) -> FlatShard:
-        return FlatShard(local, self._extent, self._owners)
+        return FlatShard(local, self._extent, self._piece, self._ranges)
 
     def _fill(self, value: Tensor) -> FlatShard:
-        self._local_tensor.copy_(local_elements(value, self._extent, self._owners))
+        self._local_tensor.copy_(local_elements(value, self._extent, self._place))
         return self
+
+    @property
+    def _place(self) -> DTensorPlace | None:
+        """Placement of the tensor by tensor parallelism: only elements of the parameter have it."""
+        return None if self._piece is None or self._ranges is not None else self._piece.place
 
     def __repr__(self) -> str:  # type: ignore[override]  # DTensor's takes arguments
         return f"FlatShard('{self._extent.name}', {self._extent}, {self._local_tensor.dtype})"
@@ -198,7 +163,7 @@ class FlatShard(Chunks, DTensor):
         return self._like(copy.deepcopy(self._local_tensor, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild_shard, (self._local_tensor, *fields_of(self._extent))
+        return rebuild_shard, (self._local_tensor, *astuple(self._extent))
 
     def to_local(self, **kwargs: Any) -> Tensor:
         """Return this rank's elements, 1-D. A whole tensor that is copied into them is cut."""
@@ -207,22 +172,66 @@ class FlatShard(Chunks, DTensor):
         return local
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
-        """The whole tensor on every rank. Collective."""
-        return self._owners.gather(self._local_tensor.detach(), self._extent)
+        """The whole tensor on every rank, on the device of its elements. Collective."""
+        piece, extent, local = self._piece, self._extent, self._local_tensor.detach()
+        if piece is None:
+            raise _not_here("full_tensor", (self,), "Load it into the rank that saved it.")
+        ranges = piece.ranges() if self._ranges is None else self._ranges
+        mine = local.new_zeros(max(end - start for start, end in ranges), device=piece.device)
+        mine[: local.numel()].copy_(local)
+        rows = mine.new_empty(len(ranges), mine.numel())
+        piece.comm.all_gather(rows.view(-1).view(torch.uint8), mine.view(torch.uint8)).wait()
+        found = [row[: end - start] for row, (start, end) in zip(rows, ranges, strict=True)]
+        flat = torch.cat(found).to(local.device)
+        # Row-major: torch broadcasts full tensors in memory order.
+        whole = flat.view(extent.outer_shape).permute(inverse(extent.order)).contiguous()
+        if self._place is None:
+            return whole
+        joined: Any = self._place.over(whole)
+        gathered: Tensor = joined.full_tensor()
+        return gathered
 
     def redistribute(
         self, device_mesh: Any = None, placements: Any = None, **kwargs: Any
     ) -> DTensor:
-        """The whole tensor as a replicated DTensor. Collective."""
-        if not all(placement.is_replicate() for placement in placements or ()):
-            raise StateError(
-                f"flat_param.state_dict: '{self._extent.name}' cannot be redistributed as "
-                f"{placements}: a shard of a flat buffer is no even part of a dimension. Use "
-                "full_tensor()."
-            )
-        return DTensor.from_local(
+        """The whole tensor as a DTensor. Collective."""
+        whole = DTensor.from_local(
             self.full_tensor(), self.device_mesh, (Replicate(),), run_check=False
         )
+        return whole.redistribute(placements=placements)
+
+    # The protocol of torch.distributed.checkpoint for tensors in rectangles.
+
+    def _boxes(self) -> dict[torch.Size, Tensor]:
+        """The rectangles of the elements, as views, by their offsets in the whole tensor."""
+        extent, back, found = self._extent, inverse(self._extent.order), {}
+        for box in boxes_between(extent.outer_shape, extent.start, extent.stop):
+            at = torch.Size(
+                box.offsets[back[dim]] + base for dim, base in enumerate(extent.offsets)
+            )
+            first = box.start - extent.start
+            elements = self._local_tensor[first : first + box.numel]
+            found[at] = elements.view(box.lengths).permute(back)
+        return found
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(at, box.shape) for at, box in self._boxes().items()]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self._local_tensor.dtype)
+        size = torch.Size(self._extent.size)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+            )
+            for chunk in (self.__create_chunk_list__() if self._extent.writes else ())
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._boxes()[index.offset]
 
 
 class _Elements(Tensor):
@@ -240,7 +249,7 @@ class _Elements(Tensor):
         return self.as_subclass(Tensor).copy_(other, non_blocking=non_blocking)
 
 
-def local_elements(value: Tensor, extent: Extent, owners: ShardOwners) -> Tensor:
+def local_elements(value: Tensor, extent: Extent, place: DTensorPlace | None) -> Tensor:
     """Return this rank's elements, 1-D, of any value that a state dict may have for a tensor.
 
     Collective if `value` is a shard with other elements, or a DTensor with another layout.
@@ -248,15 +257,15 @@ def local_elements(value: Tensor, extent: Extent, owners: ShardOwners) -> Tensor
     Args:
         value: a whole tensor, a DTensor, a shard, or a shard that was pickled.
         extent: this rank's elements of the target tensor.
-        owners: the ranks with the other elements of the target tensor.
+        place: placement of the target tensor by tensor parallelism; None without it.
 
     Raises:
         StateError: `value` has another shape, or elements of another rank.
     """
-    if isinstance(value, (FlatShard, StoredShard)):
-        if value._extent.same_elements(extent):
+    if isinstance(value, FlatShard):
+        if value._extent == extent:
             return value._local_tensor
-        if isinstance(value, StoredShard):
+        if value._piece is None:
             raise StateError(
                 f"flat_param.load_state_dict: the state of '{extent.name}' has {value._extent}, "
                 f"but this rank has {extent}. It was saved by another rank, or sharded in another "
@@ -264,27 +273,23 @@ def local_elements(value: Tensor, extent: Extent, owners: ShardOwners) -> Tensor
                 "load on any rank, or save flat_param.full_state_dict."
             )
         value = value.full_tensor()
-    found = owners.cut(value, extent)
-    if found is None:
+    if place is not None:
+        value = place.local_of_value(value)
+    elif is_dtensor(value):
+        value = value.full_tensor()  # type: ignore[attr-defined]  # a DTensor
+    if tuple(value.shape) != extent.shape:
         raise StateError(
             f"flat_param.load_state_dict: '{extent.name}' has shape {tuple(value.shape)} in the "
             f"state dict, but the whole tensor has {extent.size}. Load a whole, matching state."
         )
-    return found
+    return value.detach().permute(extent.order).reshape(-1)[extent.start : extent.stop].clone()
 
 
-def flat_view(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the elements of a tensor in the memory order of `like`, 1-D; a view if possible."""
-    with without_torch_function():  # converts a piece to a plain tensor
-        tensor = tensor.detach()
-    if tensor.numel() < 2 or tensor.stride() == like.stride():
-        return tensor.as_strided((tensor.numel(),), (1,))
-    if tensor.is_contiguous() and like.is_contiguous():
-        return tensor.view(-1)
-    strides = like.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
-    return tensor.permute(order).reshape(-1)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
+def _not_here(what: str, args: Any, instead: str = "") -> StateError:
+    shard = next((each for each in args if isinstance(each, FlatShard)), None)
+    name = "a tensor" if shard is None else f"'{shard._extent.name}'"
+    return StateError(
+        f"flat_param.state_dict: {what} was called on {name} of a state dict, which has one rank's "
+        "elements only. "
+        + (instead or "Call full_tensor() on every rank first, or use flat_param.full_state_dict.")
+    )

@@ -1,20 +1,17 @@
-"""Temporary full parameters, and state outside of units."""
+"""Temporary full parameters, and the parameters of all units by name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
-from .._errors import StateError
 from ..buffers._views import param_views
-from ._by_hand import units_at_rest, units_below
+from ._by_hand import units_at_rest
 from ._param_sites import ParamSite
 from ._sharded_params import ShardedParams
-from ._unit import Unit
 
 
 @contextmanager
@@ -23,24 +20,24 @@ def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
 
     Raises:
         StateError: called during forward or backward, or inside another such context.
-        ParameterError: one was replaced by another shape, and is to be written back.
+        ParameterError: one was replaced, and is to be written back.
     """
-    _refuse_inside_step(list(units_below(module)))
-    units = units_at_rest(module)
+    units = units_at_rest(module, "whole_params")
     copies = {unit: {part: _copies_of(part) for part in unit.parts} for unit in units}
     try:
         for unit in units:
-            unit.sites.show(copies[unit])
+            unit.sites.copies = copies[unit]
+            unit.sites.swap_out()
         yield
     finally:
-        found = {unit: unit.sites.end_show() for unit in units if unit.sites.shows_copies}
+        errors = [unit.sites.drop_copies() for unit in units]
     if write_back:
-        values = {}
-        for unit, each in found.items():  # check all of them before writing
-            with unit.comms.telling_others():
-                values[unit] = unit.sites.checked(each)
-        for unit in found:
-            unit.sites.write(values[unit])
+        for error in filter(None, errors):
+            raise error
+        for unit in units:
+            for part, wholes in copies[unit].items():
+                for index, whole in enumerate(wholes):
+                    part.load_full(index, whole)
             unit.reshard()
 
 
@@ -53,29 +50,6 @@ def _copies_of(part: ShardedParams) -> tuple[nn.Parameter, ...]:
         nn.Parameter(part.placed(index, whole), requires_grad=param.requires_grad)
         for index, (whole, param) in enumerate(wholes)
     )
-
-
-def _refuse_inside_step(units: list[Unit]) -> None:
-    for unit in units:
-        unit.schedule.settle()
-    if any(unit.schedule.depth or unit.schedule.backward is not None for unit in units):
-        raise StateError(
-            "flat_param.whole_params: called inside forward or backward, but there the module "
-            "computes with whole parameters of its own. Call it between steps."
-        )
-
-
-def local_state(module: nn.Module, *, live: bool = True) -> dict[str, Any]:
-    """Return entries of the plain state dict outside of units, such as buffers. Not a collective.
-
-    Args:
-        module: sharded, or with units inside.
-        live: return the buffers themselves, for writing, although dtypes may differ.
-    """
-    managed = dict(named_sites(module))
-    state = module.state_dict()
-    buffers = dict(module.named_buffers(remove_duplicate=False)) if live else {}
-    return {k: buffers.get(k, value) for k, value in state.items() if k not in managed}
 
 
 def named_sites(module: nn.Module) -> Iterator[tuple[str, ParamSite]]:

@@ -9,8 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeGuard
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -38,37 +37,29 @@ def find_ignored(
             an inner unit ignores is also registered outside of that unit.
     """
     names = {param: name for name, param in module.named_parameters()}
-    found = dict.fromkeys(param for param in given if _is_of_module(param, names))
-    named = [(names[param], param) for param in found]
-    check_owners("fully_shard", module, named, (UNIT, FLATTENED))
-    divided = dict.fromkeys(owned)
-    for param in found:
-        if param in divided:
+    found: dict[nn.Parameter, None] = {}
+    for param in given:
+        if not isinstance(param, nn.Parameter):
+            raise ParameterError(
+                f"flat_param.fully_shard: ignored_params has a {type(param).__name__}, but it must "
+                "be a set of parameters. Pass a set of some of model.parameters()."
+            )
+        if param in names:  # users may pass one set to all units
+            found[param] = None
+    check_owners("fully_shard", module, [(names[p], p) for p in found], (UNIT, FLATTENED))
+    for param in owned:
+        if param in found:
             raise ParameterError(
                 f"flat_param.fully_shard: parameter '{names[param]}' is in ignored_params, but a "
                 "unit inside has sharded it already. Pass it to fully_shard of that unit, too."
             )
     others = [param for param in dict.fromkeys(nested) if param not in found]
-    _check_nested(module, others)
-    return (*found, *others)
-
-
-def _is_of_module(param: object, names: Mapping[nn.Parameter, str]) -> TypeGuard[nn.Parameter]:
-    """Whether the parameter is in the module; users may pass one set to all units."""
-    if not isinstance(param, nn.Parameter):
-        raise ParameterError(
-            f"flat_param.fully_shard: ignored_params has a {type(param).__name__}, but it must be "
-            "a set of parameters. Pass a set of some of model.parameters()."
-        )
-    return param in names
-
-
-def _check_nested(module: nn.Module, nested: Sequence[nn.Parameter]) -> None:
-    for name, _ in outside_units(module, nested):
+    for name, _ in outside_units(module, others):
         raise ParameterError(
             f"flat_param.fully_shard: parameter '{name}' is tied to one that a unit inside "
             "ignores, but this unit would shard it. Pass it in ignored_params here, too."
         )
+    return (*found, *others)
 
 
 def outside_units(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,79 +10,52 @@ from torch import Tensor, nn
 from .._errors import ParameterError, StateError
 from ..buffers._dtensors import local_of
 from ..comm._comm import Communicator
-from ..layout._spec import place_of
 
 
 def materialize(
     module: nn.Module,
     *,
     device: torch.device,
-    init_fn: Callable[[nn.Module], None] | None,
+    init_fn: Callable[[nn.Module], object] | None,
     ignored: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Allocate and initialise all tensors on meta, module by module. Not a collective.
+    """Allocate all tensors on meta, then initialise their modules. Not a collective.
 
-    Every rank draws the same whole tensors from its generator, as one process would. If an error or
-    interrupt stops it, all tensors return to meta, so that the next call does not take
-    uninitialised memory for values. Ignored parameters stay as they are; `init_fn` sees meta
-    tensors in their place.
+    Every rank draws the same whole tensors from its generator, as one process would. Ignored
+    parameters stay as they are.
     """
-    beside = {id(param) for param in ignored}
-    named = module.named_parameters(remove_duplicate=False)
-    names = [name for name, p in named if p.is_meta and id(p) not in beside]
-    if not names:
-        return
-    fresh = [child for child in module.modules() if _has_meta(child, beside)]
-    tables: list[dict[str, Any]] = [
-        table for child in fresh for table in (child._parameters, child._buffers)
-    ]
-    before = [dict(table) for table in tables]
-    is_done = False
-    try:
-        for table in tables:
+    beside = set(map(id, ignored))
+    fresh, made = _on_meta(module, beside), dict[int, Tensor]()
+    for child in fresh:
+        for table in (child._parameters, child._buffers):
             for key, tensor in table.items():
-                if id(tensor) in beside:
-                    stand_in = torch.empty_like(tensor, device="meta")
-                    table[key] = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
-        _fill(module, names, fresh, device=device, init_fn=init_fn)
-        is_done = True
-    finally:
-        for table, entries in zip(tables, before, strict=True):
-            for key, tensor in entries.items():
-                if not is_done or id(tensor) in beside:
-                    table[key] = tensor
-
-
-def _fill(
-    module: nn.Module,
-    names: Sequence[str],
-    fresh: Sequence[nn.Module],
-    *,
-    device: torch.device,
-    init_fn: Callable[[nn.Module], None] | None,
-) -> None:
-    first: dict[int, str] = {}
-    ties = {name: first.setdefault(id(module.get_parameter(name)), name) for name in names}
+                if tensor is None or not tensor.is_meta or id(tensor) in beside:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty_like(tensor, device=device)
+                    is_param = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = (
+                        nn.Parameter(empty, tensor.requires_grad) if is_param else empty
+                    )
+                table[key] = made[id(tensor)]  # type: ignore[assignment]
     for child in fresh:
-        child.to_empty(device=device, recurse=False)
-    for name, tied in ties.items():
-        if name != tied:
-            _, owner, key = place_of(module, name)
-            owner._parameters[key] = module.get_parameter(tied)
-    for child in fresh:
-        _init_of(child, init_fn)()
+        if init_fn is not None:
+            init_fn(child)
+        else:
+            child.reset_parameters()  # type: ignore[operator]  # see `check_init`
 
 
 def check_init(
     module: nn.Module,
     *,
-    init_fn: Callable[[nn.Module], None] | None,
+    init_fn: Callable[[nn.Module], object] | None,
     ignored: Iterable[nn.Parameter] = (),
 ) -> None:
     """Refuse a module with meta tensors that nothing would initialise.
 
     Raises:
-        ParameterError: it has neither `init_fn` nor `reset_parameters`.
+        ParameterError: a module has neither `init_fn` nor `reset_parameters`, or an ignored
+            parameter with values that they would overwrite.
         StateError: `init_fn` is not a function.
     """
     if init_fn is not None and not callable(init_fn):
@@ -92,30 +63,34 @@ def check_init(
             f"flat_param.fully_shard: init_fn is {init_fn!r}, but it is called with each module "
             "whose meta parameters have been allocated. Pass a function, or None."
         )
-    beside = {id(param) for param in ignored}
-    if any(param.is_meta and id(param) not in beside for param in module.parameters()):
-        for child in module.modules():
-            if _has_meta(child, beside):
-                _init_of(child, init_fn)
+    beside = set(map(id, ignored))
+    for child in _on_meta(module, beside):
+        if init_fn is None and not hasattr(child, "reset_parameters"):
+            raise ParameterError(
+                f"flat_param.fully_shard: {type(child).__name__} has tensors on meta and no "
+                "reset_parameters, but they need values. Pass init_fn=."
+            )
+        if any(id(each) in beside and not each.is_meta for each in child.parameters(recurse=False)):
+            raise ParameterError(
+                f"flat_param.fully_shard: {type(child).__name__} has tensors on meta beside an "
+                "ignored parameter that has values, which initialising would overwrite. Give all "
+                "of them values before sharding."
+            )
 
 
-def _has_meta(module: nn.Module, ignored: Container[int]) -> bool:
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return any(tensor.is_meta and id(tensor) not in ignored for tensor in own)
+def _on_meta(module: nn.Module, beside: set[int]) -> list[nn.Module]:
+    """Modules with tensors on meta, if any parameter is there."""
 
+    def has_meta(tensors: Iterable[Tensor]) -> bool:
+        return any(tensor.is_meta and id(tensor) not in beside for tensor in tensors)
 
-def _init_of(
-    module: nn.Module, init_fn: Callable[[nn.Module], None] | None
-) -> Callable[[], object]:
-    reset: Callable[[], object] | None = getattr(module, "reset_parameters", None)
-    if init_fn is not None:
-        return partial(init_fn, module)
-    if reset is None:
-        raise ParameterError(
-            f"flat_param.fully_shard: {type(module).__name__} has tensors on meta and no "
-            "reset_parameters, but they need values. Pass init_fn=."
-        )
-    return reset
+    if not has_meta(module.parameters()):
+        return []
+    own = (
+        (each, [*each.parameters(recurse=False), *each.buffers(recurse=False)])
+        for each in module.modules()
+    )
+    return [child for child, tensors in own if has_meta(tensors)]
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any
@@ -24,15 +24,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._errors import StateError
-from ._param_piece import ParamPiece
-from ._piece_tensors import PIECE
+from ..buffers._dtensors import is_dtensor
+from ..buffers._views import flat_view
+from ._param_piece import ParamPiece, piece_of
 from ._tensors import tensors_in
-
-
-def piece_of(param: Any) -> ParamPiece | None:
-    """The piece of a parameter of an optimizer; None if it is not sharded."""
-    piece: ParamPiece | None = getattr(param, PIECE, None)
-    return piece
 
 
 def is_cut(key: str, shape: tuple[int, ...], param_shape: tuple[int, ...]) -> bool:
@@ -52,51 +47,34 @@ def _presenting(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
     def state_dict(optimizer: Optimizer) -> dict[str, Any]:
         state = original(optimizer)
         params = list(params_of(optimizer))
-        if all(piece_of(param) is None for param in params):
+        sharded = [param for param in params if piece_of(param) is not None]
+        if not sharded:
             return state
-        keys = _keys_of(state)
-        filled = _state_of_skipped(optimizer, params)
+        like = next((param for param in sharded if optimizer.state.get(param)), None)
         presented: dict[Any, Any] = {}
-        for key, param in zip(keys, params, strict=True):
+        for key, param in zip(_keys_of(state), params, strict=True):
             values, piece = state["state"].get(key), piece_of(param)
-            if not values:
-                values = filled(param)
-            if values is not None:
+            if not values and like is not None and piece is not None and piece.is_stepped:
+                values = _empty_state(param, like, optimizer.state[like])
+            if values:
                 presented[key] = values if piece is None else present_all(values, param, piece)
         return {**state, "state": presented}
 
     return state_dict
 
 
-def _state_of_skipped(
-    optimizer: Optimizer, params: list[Any]
-) -> Callable[[Any], dict[str, Any] | None]:
-    """A function that returns empty state for a parameter that the optimizer skips on this rank.
+def _empty_state(param: Tensor, like: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+    """State of a parameter that the optimizer skips on this rank, with the keys of another one's.
 
-    torch's `set_optimizer_state_dict` raises if a parameter has no state. The keys are those of
-    another parameter.
+    torch's `set_optimizer_state_dict` raises if a parameter has no state.
     """
-    state: Mapping[Any, dict[str, Any]] = optimizer.state
-    like = next((p for p in params if state.get(p) and piece_of(p) is not None), None)
-
-    def fill(param: Any) -> dict[str, Any] | None:
-        piece, other = piece_of(param), None if like is None else piece_of(like)
-        if piece is None or other is None or not piece.is_stepped or param.numel():
-            return None
-        values = state[like].items()
-        return {key: _empty(key, value, param, like, other) for key, value in values}
-
-    return fill
-
-
-def _empty(key: str, value: Any, param: Any, like: Any, like_piece: ParamPiece) -> Any:
-    if not isinstance(value, Tensor):
-        return copy.copy(value)
-    if is_cut(key, tuple(value.shape), tuple(like.shape)):
-        return value.new_empty(param.shape)
-    if like_piece.rows is not None and like_piece.rows.fits_piece(key, value):
-        return value.new_empty(0, *value.shape[1:])
-    return value.clone()
+    piece, found = piece_of(like), dict(values)
+    for key, value in values.items():
+        if isinstance(value, Tensor) and is_cut(key, tuple(value.shape), tuple(like.shape)):
+            found[key] = value.new_empty(param.shape)
+        elif isinstance(value, Tensor) and piece is not None and piece.has_rows(key, value):
+            found[key] = value.new_empty(0, *value.shape[1:])
+    return found
 
 
 def present_all(
@@ -107,59 +85,51 @@ def present_all(
     skips: bool = True,
     name: str = "",
 ) -> dict[str, Any]:
-    """All state of one parameter, as shards."""
-    for key, value in values.items():
-        if reason := no_place(key, value, tuple(param.shape), piece, name):
-            raise StateError(reason)
-    return {key: _present(key, value, param, piece, skips) for key, value in values.items()}
+    """All state of one parameter, as shards.
 
+    Args:
+        values: of the optimizer.
+        param: the optimizer's parameter.
+        piece: that the parameter is.
+        skips: whether ranks that the optimizer skips have state, too.
+        name: of the parameter, for messages.
 
-def _present(key: str, value: Any, param: Tensor, piece: ParamPiece, skips: bool) -> Any:
-    from ._flat_shard import flat_view
-
+    Raises:
+        StateError: a tensor depends on the elements of one rank.
+    """
     if piece.is_plain:
-        return value
-    numbered = skips and piece.leaves_ranks_out
-    if type(value) in (int, float) and numbered:
-        return piece.present_number(torch.tensor(value, dtype=_number_dtype(value)))
-    if not isinstance(value, Tensor):
-        return value
-    if is_cut(key, tuple(value.shape), tuple(param.shape)):
-        return piece.present(flat_view(value, param))
-    if not value.dim():
-        return piece.present_number(value) if numbered else value
-    rows = piece.rows
-    if rows is not None and rows.fits_piece(key, value):
-        return piece.present_rows(value)
-    if not param.numel() and not value.numel() and piece.is_cut:
-        return piece.present_rows(value)
-    return value
+        return dict(values)
+    counted = skips and piece.leaves_ranks_out
+    return {
+        key: _present(key, value, param, piece, counted, name or piece.name)
+        for key, value in values.items()
+    }
 
 
-def _number_dtype(value: float) -> torch.dtype:
-    return torch.int64 if isinstance(value, int) else torch.float64
-
-
-def no_place(
-    key: str, value: Any, shape: tuple[int, ...], piece: ParamPiece, name: str = ""
-) -> str:
-    """Return the error message if a state value is not a shard of a full tensor, else ""."""
-    if isinstance(value, Tensor) and is_cut(key, tuple(value.shape), shape):
-        return ""
+def _present(
+    key: str, value: Any, param: Tensor, piece: ParamPiece, counted: bool, name: str
+) -> Any:
+    if counted and type(value) in (int, float):
+        dtype = torch.int64 if type(value) is int else torch.float64
+        return piece.present_number(torch.tensor(value, dtype=dtype))
+    if isinstance(value, Tensor):
+        if is_cut(key, tuple(value.shape), tuple(param.shape)):
+            return piece.present(flat_view(value, param))
+        if not value.dim():
+            return piece.present_number(value) if counted else value
+        if piece.has_rows(key, value):
+            return piece.present_rows(value)
     shapes = [tuple(tensor.shape) for tensor in tensors_in(value) if tensor.dim()]
-    held, numel = piece.shard.numel, piece.whole_numel
-    if not shapes or held in (0, numel):
-        return ""
-    rows = piece.rows
-    if rows is not None and (rows.fits_piece(key, value) or rows.fits_whole(key, value)):
-        return ""
-    return (
-        f"flat_param.state_dict: optimizer state '{key}' of parameter '{name or piece.name}' has a "
-        f"tensor of shape {shapes[0]}, and this rank has {held} of the parameter's {numel} "
-        "elements, but only tensors of the parameter's shape, or with a row for each of its "
-        'blocks, can be cut. Shard with boundary="tensor", which cuts no parameter, or with Blocks '
-        "as the optimizer has them; or save without it."
-    )
+    held, numel = piece.numel, math.prod(piece.shape)
+    if shapes and (counted or held not in (0, numel)):
+        raise StateError(
+            f"flat_param.state_dict: optimizer state '{key}' of parameter '{name}' has a tensor of "
+            f"shape {shapes[0]}, and this rank has {held} of the parameter's {numel} elements, but "
+            "only tensors of the parameter's shape, or with a row for each of its blocks, can be "
+            'cut. Shard with boundary="tensor", which cuts no parameter, and use '
+            "flat_param.save_sharded; or with Blocks as the optimizer has them; or save without it."
+        )
+    return value
 
 
 def _taking(original: Callable[..., None]) -> Callable[..., None]:
@@ -204,52 +174,20 @@ def _take(key: str, value: Any, param: Tensor, piece: ParamPiece, now: Any) -> A
         return value
     if type(value) is Tensor and piece.is_plain and value.dim():
         return value
-    extent = getattr(value, "_extent", None)
-    if extent is not None and not extent.size:  # a number, or state of a 0-d parameter
-        if is_cut(key, (), piece.shape):
-            return piece.elements(value).as_strided(param.shape, param.stride())
-        number = value._local_tensor.clone().reshape(())  # type: ignore[attr-defined]  # FlatShard's
-        return type(now)(number.item()) if type(now) in (int, float) else number
     if is_cut(key, tuple(value.shape), piece.shape):
         return piece.elements(value).as_strided(param.shape, param.stride())
-    if extent is not None:
-        rows = value._local_tensor  # type: ignore[attr-defined]  # FlatShard's
-        mine = _own_rows(piece, extent)
-        if mine is None or mine != (extent.start, extent.stop):
-            raise _other_rows(key, piece, str(extent))
-        return rows.view(-1, *extent.shape[1:])
     if not value.dim():
-        return type(now)(value.item()) if type(now) in (int, float) else value.clone()
-    rows_here = piece.rows
-    if rows_here is not None and rows_here.fits_whole(key, value):
-        return rows_here.of(value).clone()
-    if piece.shard.numel not in (0, piece.whole_numel):
+        number = getattr(value, "_local_tensor", value).clone().reshape(())
+        return type(now)(number.item()) if type(now) in (int, float) else number
+    if piece.has_rows(key, value, whole=True):
+        return piece.rows_of(value)
+    if is_dtensor(value) or piece.numel not in (0, math.prod(piece.shape)):
         raise StateError(
             f"flat_param.load_state_dict: optimizer state '{key}' of parameter '{piece.name}' has "
             f"shape {tuple(value.shape)}, but the whole parameter has {piece.shape}. Nothing was "
             "loaded. Load the state of the same model: whole tensors, or what state_dict() gives."
         )
     return value
-
-
-def _own_rows(piece: ParamPiece, extent: Any) -> tuple[int, int] | None:
-    rows = piece.rows
-    if rows is None:
-        return (0, 0) if not piece.shard.numel else None
-    each = 1
-    for size in extent.shape[1:]:
-        each *= size
-    if extent.shape[0] != rows.total:
-        return None
-    return rows.first * each, (rows.first + rows.count) * each
-
-
-def _other_rows(key: str, piece: ParamPiece, held: str) -> StateError:
-    return StateError(
-        f"flat_param.load_state_dict: optimizer state '{key}' of parameter '{piece.name}' has "
-        f"{held}, but this rank has other blocks. It was saved by another rank, or sharded in "
-        "another way. Save with torch.distributed.checkpoint or flat_param.save_sharded."
-    )
 
 
 def params_of(optimizer: Optimizer) -> Iterator[Any]:

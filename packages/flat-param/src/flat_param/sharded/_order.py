@@ -15,9 +15,7 @@ again a checksum and its complement only if all ranks sent the same.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,10 +26,28 @@ from ..comm._capturing import is_capturing
 from ..comm._comm import Communicator
 from ..comm._groups import CommGroups
 from ..comm._trail import ORDER_BYTES, Trail, first_difference
-from ._unit_params import UnitParams
+from ._unit import Unit
+
+_COMPLEMENT = bytes(range(255, -1, -1))
 
 
-def agree_on_step(used: list[bool], unit: UnitParams) -> list[bool]:
+def publish(reduced: list[Unit]) -> None:
+    """Set `.grad` of all parameters that some rank has used. Collective."""
+    groups: dict[tuple[object, object], list[Unit]] = {}
+    for unit in reduced:
+        key = (unit.comms.reduce.group, unit.comms.replicate.group)
+        groups.setdefault(key, []).append(unit)
+    for units in groups.values():
+        all_grads = [grads for unit in units for grads in unit.grads]
+        for grads in all_grads:
+            grads.check_hooks()
+        agreed = _agree([flag for grads in all_grads for flag in grads.used], units[0])
+        for grads in all_grads:
+            mine, agreed = agreed[: len(grads.used)], agreed[len(grads.used) :]
+            grads.assign_grads(mine)
+
+
+def _agree(used: list[bool], unit: Unit) -> list[bool]:
     """Compare the order of units, and find parameters that some rank has used. Collective.
 
     Raises:
@@ -43,7 +59,14 @@ def agree_on_step(used: list[bool], unit: UnitParams) -> list[bool]:
         return used
     device = unit.parts[0].device
     if is_capturing(device):
-        return _all_used(used)
+        if not all(used):
+            raise CommError(
+                f"flat_param.fully_shard: {used.count(False)} parameters got no gradient while a "
+                "graph is being captured, but whether another rank has one is read on the host, "
+                "which may not wait for the device then. Capture a step that uses every "
+                "parameter, or freeze those that it does not."
+            )
+        return used
     spread, copied = _trails(comms.gather, comms.reduce), _trails(comms.replicate)
     values = [*_word(spread), *used, *_word(copied)]
     on_host = torch.tensor(values, dtype=torch.uint8, pin_memory=device.type != "cpu")
@@ -51,42 +74,12 @@ def agree_on_step(used: list[bool], unit: UnitParams) -> list[bool]:
     largest = partial(Communicator.all_reduce, op=dist.ReduceOp.MAX, of_unit=False)
     largest(comms.reduce, said[:-ORDER_BYTES]).wait()
     largest(comms.replicate, said[ORDER_BYTES:]).wait()
-    _check(said, comms)
+    labels = [[label for trail in each for label in trail.recent] for each in (spread, copied)]
+    for trail in (*spread, *copied):
+        trail.compared()
+    _check(said, labels, comms, last=(spread or copied)[-1])
     # If all are True, no reading is needed.
     return used if all(used) else [bool(flag) for flag in said[ORDER_BYTES:-ORDER_BYTES].tolist()]
-
-
-def _all_used(used: list[bool]) -> list[bool]:
-    if not all(used):
-        raise CommError(
-            f"flat_param.fully_shard: {used.count(False)} parameters got no gradient while a graph "
-            "is being captured, but whether another rank has one is read on the host, which may "
-            "not wait for the device then. Capture a step that uses every parameter, or freeze "
-            "those that it does not."
-        )
-    return used
-
-
-def publish(reduced: list[UnitParams]) -> None:
-    """Set `.grad` of all parameters that some rank has used. Collective."""
-    groups: dict[tuple[object, object], list[UnitParams]] = {}
-    for unit in reduced:
-        key = (unit.comms.reduce.group, unit.comms.replicate.group)
-        groups.setdefault(key, []).append(unit)
-    for units in groups.values():
-        _publish_together(units)
-
-
-def _publish_together(units: list[UnitParams]) -> None:
-    """Set `.grad` for units that share process groups. Collective."""
-    all_grads = [grads for unit in units for grads in unit.grads]
-    with units[0].comms.telling_others():
-        for grads in all_grads:
-            grads.check_hooks()
-    agreed = agree_on_step([flag for grads in all_grads for flag in grads.used_anyhow], units[0])
-    for grads in all_grads:
-        mine, agreed = agreed[: len(grads.used)], agreed[len(grads.used) :]
-        grads.assign_grads(mine)
 
 
 def _trails(*comms: Communicator) -> list[Trail]:
@@ -100,62 +93,30 @@ def _word(trails: list[Trail]) -> bytes:
     return word + word.translate(_COMPLEMENT)
 
 
-def _agreed(word: bytes) -> bool:
-    return word[4:] == word[:4].translate(_COMPLEMENT)
-
-
-@dataclass(frozen=True)
-class _Said:
-    """A result of the collective that is not read yet."""
-
-    spread: Tensor
-    copied: Tensor
-    there: torch.Event | None
-    labels: tuple[list[str], list[str]]
-
-    @classmethod
-    def of(cls, said: Tensor, labels: tuple[list[str], list[str]]) -> _Said:
-        words = torch.cat([said[:ORDER_BYTES], said[-ORDER_BYTES:]])
-        there = None
-        if words.device.type != "cpu":
-            there, on_device = torch.Event(words.device), words
-            words = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
-            words.copy_(on_device, non_blocking=True)
-            there.record()
-        return cls(words[:ORDER_BYTES], words[ORDER_BYTES:], there, labels)
-
-
-_COMPLEMENT = bytes(range(255, -1, -1))
-_unread: WeakKeyDictionary[Trail, _Said] = WeakKeyDictionary()
-
-
-def _check(said: Tensor, comms: CommGroups) -> None:
-    """Raise if ranks differ; on a device, the previous step's word is compared."""
-    spread, copied = _trails(comms.gather, comms.reduce), _trails(comms.replicate)
-    labels = ([label for t in spread for label in t.recent], [x for t in copied for x in t.recent])
-    for trail in (*spread, *copied):
-        trail.compared()
-    now = _Said.of(said, labels)
-    first = (spread or copied)[-1]
-    due = now if now.there is None else _unread.get(first)
-    if due is not now:
-        _unread[first] = now
-    if due is None:
-        return
-    if due.there is not None:
-        due.there.synchronize()
-    if not _agreed(bytes(due.spread.tolist())):
-        _refuse(comms, comms.reduce, due.labels[0])
-    if not _agreed(bytes(due.copied.tolist())):
-        _refuse(comms, comms.replicate, due.labels[1])
-
-
-def _refuse(comms: CommGroups, comm: Communicator, labels: list[str]) -> None:
-    """Raise an error that names the first difference. Collective."""
-    found = comm.share((dist.get_rank(), labels))
-    with comms.telling_others():
-        raise CommError(
-            f"flat_param.fully_shard: {first_difference(found) or 'ranks differ'}, but all ranks "
-            "must run the same units in the same order. No gradient of this step was handed out; "
-            "make the order the same on every rank and restart from the last checkpoint."
-        )
+def _check(said: Tensor, labels: list[list[str]], comms: CommGroups, *, last: Trail) -> None:
+    """Raise if ranks differ; on a device, the previous step's words are compared."""
+    words = torch.cat([said[:ORDER_BYTES], said[-ORDER_BYTES:]])
+    if words.device.type != "cpu":
+        on_host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+        on_host.copy_(words, non_blocking=True)
+        there = torch.Event(words.device)
+        there.record()
+        before, last.unread = last.unread, (on_host, there, labels)
+        if before is None:
+            return
+        words, done, labels = before
+        done.synchronize()
+    values = bytes(words.tolist())
+    for at, comm in enumerate((comms.reduce, comms.replicate)):
+        word = values[at * ORDER_BYTES : (at + 1) * ORDER_BYTES]
+        if word[4:] != word[:4].translate(_COMPLEMENT):
+            found = comm.share((dist.get_rank(), labels[at]))
+            reason = (
+                first_difference(found, verb="did")
+                or "ranks sent other numbers of bytes, as after a one-sided .to()"
+            )
+            raise CommError(
+                f"flat_param.fully_shard: {reason}, but all ranks must run the same units in the "
+                "same order. No gradient of this step was handed out; make the order the same on "
+                "every rank and restart from the last checkpoint."
+            )

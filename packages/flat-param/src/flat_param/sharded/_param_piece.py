@@ -1,48 +1,104 @@
-"""Describes the full parameter of a piece; stored as an attribute of the optimizer's parameter."""
+"""This rank's piece of a parameter, and its place in the whole parameter.
+
+`PIECE` is an attribute of the optimizer's parameter, of its gradient, and of elementwise results.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from functools import cached_property, partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..buffers._dtensors import DTensorPlace
+from ..buffers._views import outer_first
+from ..comm._clip import Spread
 from ..comm._comm import Communicator
-from ..layout._param_shard import ParamShard, keeps_dims
-from ..layout._shard import ShardPlan
-from ._block_rows import BlockRows, block_rows
-from ._stored_shard import Extent, extent_of
+from ..layout._boundary import Cut, boundaries_of, numel_of_block
+from ..layout._shard import ShardPart, ShardPlan
+from ..layout._spec import ParamSpec, contiguous_stride
 
 if TYPE_CHECKING:
-    from ._flat_shard import FlatShard, ShardOwners
+    from ._flat_shard import FlatShard
+
+PIECE = "_flat_param_piece"
 
 
+def piece_of(tensor: Any) -> ParamPiece | None:
+    """The piece that a tensor is; None if it is not sharded."""
+    piece: ParamPiece | None = getattr(tensor, PIECE, None)
+    return piece
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The elements `[start, stop)`, in memory order, that one rank has of a tensor.
+
+    Args:
+        name: for messages.
+        shape: of the tensor that is cut into ranges of elements.
+        order: its dimensions, slowest in memory first.
+        start: first element.
+        stop: one past the last element.
+        size: shape of the full tensor; `shape` is this rank's part after tensor parallelism.
+        offsets: start of `shape` in `size`.
+        writes: whether this rank writes its elements to a checkpoint.
+    """
+
+    name: str = field(compare=False)
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    start: int
+    stop: int
+    size: tuple[int, ...]
+    offsets: tuple[int, ...]
+    writes: bool = field(default=True, compare=False)
+
+    @property
+    def outer_shape(self) -> tuple[int, ...]:
+        """The shape with dimensions in the order of memory."""
+        return tuple(self.shape[dim] for dim in self.order)
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Strides of the full tensor in memory of that order."""
+        stride, step = [0] * len(self.size), 1
+        for dim in reversed(self.order):
+            stride[dim] = step
+            step *= max(1, self.size[dim])
+        return tuple(stride)
+
+    def __str__(self) -> str:
+        """The elements, for messages."""
+        held = f"elements {self.start} to {self.stop}" if self.start < self.stop else "no element"
+        return f"{held} of shape {self.shape}"
+
+
+@dataclass(eq=False)
 class PieceSegment:
     """The segment of some pieces.
 
-    Args:
+    Attributes:
         plan: which elements each rank has.
         comm: to these ranks.
+        replicate: to ranks with the same pieces.
         device: where whole parameters are.
-
-    Attributes:
         steps: how many steps optimizers have made on the segment's parameters.
     """
 
-    def __init__(self, plan: ShardPlan, comm: Communicator, device: torch.device) -> None:
-        self.plan, self.comm, self.device = plan, comm, device
-        self.steps = 0
-
-    def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
-        """Return `[start, stop)` of one parameter by rank."""
-        return tuple(held.get(index, (0, 0)) for held in self._held)
+    plan: ShardPlan
+    comm: Communicator
+    replicate: Communicator
+    device: torch.device
+    steps: int = 0
 
     @cached_property
-    def _held(self) -> list[dict[int, tuple[int, int]]]:
+    def held(self) -> list[dict[int, tuple[int, int]]]:
+        """`[start, stop)` of each parameter that a rank has elements of, by rank."""
         ranks = range(self.plan.world_size)
         return [{p.index: (p.start, p.stop) for p in self.plan.parts(rank)} for rank in ranks]
 
@@ -50,67 +106,90 @@ class PieceSegment:
 class ParamPiece:
     """This rank's piece of a parameter. Holds no parameter, so it makes no reference cycle.
 
+    Every rank has a piece of every parameter, which may be empty. A piece has as many dimensions as
+    the parameter, since users and optimizers group parameters by the number of dimensions:
+
+    - Whole rows of `(6, 4)`: `(rows, 4)`.
+    - Elements, or blocks of consecutive elements: `(elements, 1)`.
+    - Rows of the matrices of `(2, 6, 4)`: `(rows, 1, 4)`.
+    - A 0-d parameter on a rank without its element: `(0,)`.
+
     Args:
-        shard: the piece.
         index: of the parameter in its segment.
+        part: its elements on this rank; None for none.
         segment: its segment.
         place: placement by tensor parallelism; None without it.
+        spread: communicators of all ranks over which the parameter is cut.
 
     Attributes:
-        has_grad: whether other ranks have a gradient, if the optimizer skips this rank.
-        is_stepped: whether other ranks have optimizer state.
+        spec: the parameter, after tensor parallelism.
+        shape: of the whole parameter, before tensor parallelism.
+        start: its first element here, in memory order.
+        stop: one past its last element here.
+        offset: of the first element in the shard.
+        piece_shape: shape in the optimizer.
+        piece_stride: stride in the shard.
+        is_cut: whether ranks have different elements of it.
+        stays_whole: whether one rank has all of it.
+        is_whole: whether this is that rank.
+        leaves_ranks_out: whether the optimizer steps it only on ranks that have elements: those
+            that need full tensors would divide by zero elements elsewhere.
+        skips: whether the optimizer skips this rank.
+        is_stepped: whether other ranks step it, if the optimizer skips this one.
     """
 
     def __init__(
-        self, shard: ParamShard, index: int, segment: PieceSegment, place: DTensorPlace | None
+        self,
+        index: int,
+        part: ShardPart | None,
+        segment: PieceSegment,
+        *,
+        place: DTensorPlace | None,
+        spread: Spread,
     ) -> None:
-        self.shard, self.index, self.segment, self.place = shard, index, segment, place
-        self.plan, self.comm, self.device = segment.plan, segment.comm, segment.device
-        self.has_grad = self.is_stepped = False
+        self.index, self.segment, self.place, self.spread = index, segment, place, spread
+        self.plan, self.comm = segment.plan, segment.comm
+        plan, spec = self.plan, self.plan.layout.specs[index]
+        self.spec = spec
+        self.name = spec.name
+        self.shape = tuple(spec.shape if place is None else place.shape)
+        self.offset, self.start, self.stop = (
+            (part.offset, part.start, part.stop) if part else (0, 0, 0)
+        )
+        self.numel = self.stop - self.start
+        self.piece_shape, self.piece_stride = _shape_of(spec, self.numel, plan, plan.cuts[index])
+        self.is_cut = plan.world_size > 1 and spec.numel > 0
+        self.stays_whole = plan.world_size == 1 or plan.cuts[index].whole
+        self.is_whole = self.stays_whole and self.numel == spec.numel
+        self.leaves_ranks_out = self.is_cut and plan.boundary != "element"
+        self.skips = self.leaves_ranks_out and not self.numel
+        self.is_stepped = False
 
-    def follow(self, before: ParamPiece) -> None:
-        """Copy optimizer flags and the step count from the piece that this piece replaces."""
-        self.has_grad, self.is_stepped = before.has_grad, before.is_stepped
-        self.segment.steps = before.segment.steps
+    def __deepcopy__(self, memo: object) -> ParamPiece:
+        return self  # gradients have it as an attribute
 
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The elements that each rank has."""
-        return self.segment.ranges(self.index)
+    def view(self, shard: Tensor) -> Tensor:
+        """Return the piece as a view of a shard, outside autograd."""
+        offset = shard.storage_offset() + self.offset
+        return shard.detach().as_strided(self.piece_shape, self.piece_stride, offset)
+
+    def flat(self, shard: Tensor) -> Tensor:
+        """Return the piece's elements as a 1-D view of a shard."""
+        return shard.detach()[self.offset : self.offset + self.numel]
 
     @property
-    def name(self) -> str:
-        """The parameter's name in its unit."""
-        return self.shard.spec.name
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether ranks have different elements of the parameter."""
-        return self.plan.world_size > 1 and self.shard.spec.numel > 0
+    def device(self) -> torch.device:
+        """Where the whole parameter is."""
+        return self.segment.device
 
     @property
     def is_plain(self) -> bool:
         """Whether this rank has all of the parameter, as a plain tensor."""
         return self.plan.world_size == 1 and self.place is None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter, before tensor parallelism too."""
-        return tuple(self.shard.spec.shape if self.place is None else self.place.shape)
-
-    @property
-    def whole_numel(self) -> int:
-        """Elements of the whole parameter."""
-        return math.prod(self.shape)
-
-    @property
-    def leaves_ranks_out(self) -> bool:
-        """Whether the optimizer steps the parameter only on ranks that have elements."""
-        return self.is_cut and keeps_dims(self.plan)
-
-    @property
-    def skips(self) -> bool:
-        """Whether this rank has no elements, and the optimizer skips it."""
-        return self.leaves_ranks_out and not self.shard.numel
+    def ranges(self) -> list[tuple[int, int]]:
+        """The elements `[start, stop)` that each rank has."""
+        return [held.get(self.index, (0, 0)) for held in self.segment.held]
 
     @cached_property
     def first_holder(self) -> int:
@@ -120,62 +199,75 @@ class ParamPiece:
     @cached_property
     def extent(self) -> Extent:
         """The elements of this rank."""
-        shard = self.shard
-        return extent_of(shard.spec, shard.start, shard.stop, self.place, shard.spec.name)
+        offsets = (0,) * len(self.shape) if self.place is None else self.place.offsets
+        shape, order = tuple(self.spec.shape), tuple(outer_first(self.spec))
+        return Extent(self.name, shape, order, self.start, self.stop, self.shape, offsets)
 
     @cached_property
-    def owners(self) -> ShardOwners:
-        """The ranks that have the other elements."""
-        from ._flat_shard import ShardOwners
-
-        ranges = partial(self.segment.ranges, self.index)
-        return ShardOwners(self.comm, self.device, ranges, self.place)
+    def _block(self) -> int:
+        """Elements between two places where the parameter may be cut; 0 without such places."""
+        if not self.is_cut or self.place is not None:
+            return 0
+        (boundary,) = boundaries_of(self.plan.boundary, [self.name])
+        return numel_of_block(self.spec.shape, self.spec.stride, boundary)
 
     @property
-    def rows(self) -> BlockRows | None:
-        """The blocks that this rank has; None if it has none, or after tensor parallelism."""
-        if self.place is not None:
-            return None
-        return block_rows(self.plan, self.index, self.shard.start, self.shard.stop)
+    def blocks(self) -> int:
+        """Blocks of the parameter, between which it may be cut. The last one may be short."""
+        return -(-self.spec.numel // self._block) if self._block else 0
+
+    def has_rows(self, key: str, state: Any, *, whole: bool = False) -> bool:
+        """Whether optimizer state has one row per block, such as scales of 8-bit moments.
+
+        Args:
+            key: of the state.
+            state: its value.
+            whole: whether it is state of the whole parameter, and not of this piece.
+        """
+        if key == "step" or not self._block or not state.dim():
+            return False
+        rows = self.blocks if whole else self.held_blocks
+        return state.shape[0] == rows if state.numel() else not self.numel
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that this rank has."""
+        return -(-self.stop // self._block) - self.start // self._block
 
     def present(self, local: Tensor) -> Tensor:
         """Return this rank's elements, 1-D, in the form of a state dict."""
-        from ._flat_shard import FlatShard
-
         if self.is_cut:
-            return FlatShard(local, self.extent, self.owners)
-        spec = self.shard.spec
-        whole = local.as_strided(spec.shape, spec.stride)
+            return self._as_shard(local, self.extent)
+        whole = local.as_strided(self.spec.shape, self.spec.stride)
         return whole if self.place is None else self.place.over(whole)
 
     def present_rows(self, rows: Tensor) -> FlatShard:
         """Return state with one row per block of this rank, `(rows, ...)`."""
-        from ._flat_shard import FlatShard, ShardOwners
+        extent, ranges = self._extent_of_rows(rows.shape[1:])
+        return self._as_shard(rows.detach().contiguous().view(-1), extent, ranges)
 
-        each = rows[:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
-        ranges = [self._rows_of(rank) for rank in range(self.plan.world_size)]
-        elements = [(first * each, end * each) for first, end in ranges]
-        shape = (max(end for _, end in ranges), *rows.shape[1:])
-        start, stop = elements[self.comm.rank]
-        zeros = (0,) * len(shape)
-        extent = Extent(self.name, shape, tuple(range(len(shape))), start, stop, shape, zeros)
-        owners = ShardOwners(self.comm, self.device, lambda: elements)
-        return FlatShard(rows.detach().contiguous().view(-1), extent, owners)
-
-    def _rows_of(self, rank: int) -> tuple[int, int]:
-        rows = block_rows(self.plan, self.index, *self.ranges()[rank])
-        return (0, 0) if rows is None else (rows.first, rows.first + rows.count)
+    def _extent_of_rows(self, inner: tuple[int, ...]) -> tuple[Extent, list[tuple[int, int]]]:
+        each, block = math.prod(inner), self._block
+        ranges = [
+            (start // block * each, -(-stop // block) * each) for start, stop in self.ranges()
+        ]
+        shape = (self.blocks, *inner)
+        order, zeros = tuple(range(len(shape))), (0,) * len(shape)
+        return Extent(self.name, shape, order, *ranges[self.comm.rank], shape, zeros), ranges
 
     def present_number(self, value: Tensor) -> FlatShard:
         """State without dimensions, such as a step count; the first holder's value counts."""
-        from ._flat_shard import FlatShard, ShardOwners
-
-        first = self.first_holder
-        writes = self.comm.rank == first
+        ranges = [(0, int(rank == self.first_holder)) for rank in range(self.plan.world_size)]
+        writes = self.comm.rank == self.first_holder
         extent = Extent(self.name, (), (), 0, 1, (), (), writes)
-        ranges = [(0, int(rank == first)) for rank in range(self.plan.world_size)]
-        owners = ShardOwners(self.comm, self.device, lambda: ranges)
-        return FlatShard(value.detach().reshape(1), extent, owners)
+        return self._as_shard(value.detach().reshape(1), extent, ranges)
+
+    def _as_shard(
+        self, local: Tensor, extent: Extent, ranges: Sequence[tuple[int, int]] | None = None
+    ) -> FlatShard:
+        from ._flat_shard import FlatShard
+
+        return FlatShard(local, extent, self, ranges)
 
     def elements(self, value: Any, name: str = "") -> Tensor:
         """This rank's elements, 1-D, of a state dict's value for the parameter.
@@ -190,4 +282,36 @@ class ParamPiece:
         from ._flat_shard import local_elements
 
         extent = replace(self.extent, name=name) if name else self.extent
-        return local_elements(value, extent, self.owners)
+        return local_elements(value, extent, self.place)
+
+    def rows_of(self, value: Any) -> Tensor:
+        """This rank's rows of state with one row per block, like `elements`."""
+        from ._flat_shard import local_elements
+
+        inner = tuple(value.shape[1:])
+        extent, _ = self._extent_of_rows(inner)
+        return local_elements(value, extent, None).view(-1, *inner)
+
+
+def _shape_of(
+    spec: ParamSpec, numel: int, plan: ShardPlan, cut: Cut
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and stride of a piece with `numel` elements."""
+    if plan.world_size == 1 or (cut.whole and numel) or (numel and not spec.shape):
+        return spec.shape, spec.stride
+    if not spec.shape:
+        return (0,), (1,)
+    inner = cut.inner or ()
+    between = (1,) * (len(spec.shape) - 1 - len(inner))
+    shape = (numel // max(1, math.prod(inner)), *between, *inner)
+    return shape, contiguous_stride(shape) if between else spec.stride
+
+
+def rebuild_shard(local: Tensor, *extent: Any) -> Tensor:
+    """Unpickle a shard; `torch.load(weights_only=True)` may call this."""
+    from ._flat_shard import FlatShard
+
+    return FlatShard(local, Extent(*extent))
+
+
+torch.serialization.add_safe_globals([rebuild_shard])

@@ -4,23 +4,25 @@
 |---|---|
 | between steps | the optimizer's parameters, which are pieces |
 | in the unit's forward and backward | the leaves, which are full |
-| after `unshard()` | the leaves, until the unit is resharded; writes are dropped, as in FSDP2 |
+| after `unshard()` | the leaves, until the unit is resharded; changes are dropped, as in FSDP2 |
 | inside `whole_params()` | full copies in the parameters' own dtype |
 
-A user may assign other tensors. They are copied into the shard before the next gather, and
-before any code reads shards. Values that do not fit are refused by name before any
-communication. Inside `whole_params()`, code that reads shards or gathers raises an error.
+A parameter that a user replaces is an error, before any communication. Other memory, by
+`param.data = ...`, is copied into the shard before the next gather and before any code reads
+shards. Inside `whole_params()`, code that reads shards or gathers raises an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from .._errors import ParameterError, StateError
+from .._errors import FlatParamError, ParameterError, StateError
 from .._torch_compat import without_torch_function
+from ._param_piece import ParamPiece
 from ._sharded_params import ShardedParams
 
 
@@ -34,27 +36,22 @@ class ParamSite:
     index: int
 
     @property
-    def name(self) -> str:
-        """The parameter's name in its unit."""
-        return self.part.segment.layout.specs[self.index].name
-
-
-Found = tuple[ParamSite, "Tensor | None"]
-"""A site, and the tensor that a user put there."""
+    def piece(self) -> ParamPiece:
+        """This rank's piece of the parameter."""
+        return self.part.pieces[self.index]
 
 
 class ParamSites:
     """All sites of one unit.
 
     Attributes:
-        shows_copies: whether the module has full copies, as inside `whole_params()`.
+        copies: the full copies that the module has inside `whole_params()`, one per parameter.
     """
 
     def __init__(self, sites: Sequence[ParamSite]) -> None:
         self._param_sites = tuple(sites)
         self._parts = tuple(dict.fromkeys(site.part for site in sites))
-        self._shown: tuple[Tensor, ...] = ()
-        self.shows_copies = False
+        self.copies: Mapping[ShardedParams, Sequence[nn.Parameter]] | None = None
         self.refresh()
 
     def __iter__(self) -> Iterator[ParamSite]:
@@ -75,53 +72,31 @@ class ParamSites:
 
     def swap_out(self) -> None:
         """Set the optimizer's parameters, or the copies inside `whole_params()`."""
-        if self.shows_copies:
-            self._put(self._shown)
+        if self.copies is not None:
+            for site in self._param_sites:
+                site.registry[site.key] = self.copies[site.part][site.index]
         else:
             for registry, key, param, _ in self._entries:
                 registry[key] = param
 
-    def show(self, copies: Mapping[ShardedParams, Sequence[Tensor]] | None = None) -> None:
-        """Set full tensors between steps: the leaves, or copies (one per parameter)."""
-        self.shows_copies = copies is not None
-        whole = copies or {part: part.leaves for part in self._parts}
-        self._shown = tuple(whole[site.part][site.index] for site in self._param_sites)
-        self._put(self._shown)
-
-    def _put(self, tensors: Sequence[Tensor]) -> None:
-        for site, tensor in zip(self._param_sites, tensors, strict=True):
-            site.registry[site.key] = tensor  # type: ignore[assignment]
-
-    @property
-    def shows(self) -> bool:
-        """Whether the leaves are set between steps."""
-        return bool(self._shown) and not self.shows_copies
-
-    def end_show(self) -> list[Found]:
-        """Set the optimizer's parameters.
+    def drop_copies(self) -> FlatParamError | None:
+        """Set the optimizer's parameters in the place of copies.
 
         Returns:
-            Tensors that a user assigned instead of leaves, or all tensors instead of copies. Those
-            of re-assigned copies come last.
+            The error if there was another tensor than a copy, or one of another shape.
         """
-        shown, any_value = self._shown, self.shows_copies
-        self._shown, self.shows_copies = (), False
-        found: list[Found] = []
-        for site, entry in zip(self._param_sites, self._entries, strict=True):
-            registry, key, param, leaf = entry
-            current = registry.get(key)
-            if current is leaf and site.part.has_moved(site.index):  # by `.data = ...`
-                found.append((site, current.detach()))
-                site.part.attach_leaf(site.index)
-            elif any_value or not (current is param or current is leaf):
-                found.append((site, current))
+        copies, self.copies, error = self.copies or {}, None, None
+        for site in self._param_sites if copies else ():
+            copy: Tensor = copies[site.part][site.index]
+            current = site.registry.get(site.key)
+            if current is not copy or tuple(copy.shape) != site.piece.shape:
+                error = _replaced(site, current)
         self.swap_out()
-        known = set(map(id, shown))
-        return sorted(found, key=lambda each: id(each[1]) not in known)
+        return error
 
     def have_changed(self) -> bool:
         """Whether `take_changes` has something to do, or raises."""
-        if self.shows_copies:
+        if self.copies is not None:
             return True
         with without_torch_function():
             for part in self._parts:
@@ -136,78 +111,57 @@ class ParamSites:
         return False
 
     def take_changes(self) -> bool:
-        """Copy in re-assigned parameters and changes of `requires_grad`.
+        """Copy in the values of parameters that have other memory; also follow `requires_grad`.
 
         Returns:
             Whether any value is new.
 
         Raises:
-            ParameterError: another shape, or a frozen parameter that is now trainable.
+            ParameterError: a parameter was replaced, or has another shape, or was frozen and is
+                trainable now. Replaced ones are in place again.
             StateError: copies are set.
         """
-        if self.shows_copies:
+        if self.copies is not None:
             raise StateError(
                 "flat_param.whole_params: the module has copies of whole parameters, but only its "
                 "state_dict() can be called with them. Leave the block first."
             )
         with without_torch_function():
-            return self.write(self.checked(self._changes()))
-
-    def _changes(self) -> list[Found]:
-        moved = {part: part.held.moved() for part in self._parts}
-        found: list[Found] = []
-        for site, (registry, key, param, leaf) in zip(
-            self._param_sites, self._entries, strict=True
-        ):
-            current = registry.get(key)
-            if current is leaf:
-                continue
-            if current is not param or site.index in moved[site.part]:
-                found.append((site, current))
-            if leaf.requires_grad != param.requires_grad:
-                _set_requires_grad(site, leaf, param.requires_grad)
-        return found
-
-    def checked(self, found: Iterable[Found]) -> list[tuple[ParamSite, Tensor]]:
-        """The tensors, if each fits its site.
-
-        Raises:
-            ParameterError: names the first that does not.
-        """
-        return [(site, _checked(site, value)) for site, value in found]
-
-    def write(self, values: Sequence[tuple[ParamSite, Tensor]]) -> bool:
-        """Copy tensors that fit into the shard; return whether there were any. Not a collective."""
-        for site, value in values:
-            site.part.load(site.index, value)
-            site.registry[site.key] = site.part.held.params[site.index]
-        return bool(values)
+            for site, (registry, key, param, leaf) in zip(
+                self._param_sites, self._entries, strict=True
+            ):
+                current = registry.get(key)
+                if current is leaf:
+                    continue
+                if current is not param:
+                    error = _replaced(site, current)
+                    self.swap_out()
+                    raise error
+                if leaf.requires_grad != param.requires_grad:
+                    _set_requires_grad(site, leaf, param.requires_grad)
+            taken = [part.take_moved() for part in self._parts]
+        return any(taken)
 
 
-def _checked(site: ParamSite, value: Tensor | None) -> Tensor:
+def _replaced(site: ParamSite, value: Any) -> FlatParamError:
     if type(value).__name__ == "FakeTensor":
-        raise StateError(
-            f"flat_param.fully_shard: parameter '{site.name}' is a fake tensor, as in "
+        return StateError(
+            f"flat_param.fully_shard: parameter '{site.piece.name}' is a fake tensor, as in "
             "torch.export, which cannot trace the collectives of a sharded module. Export the "
             "plain module, with flat_param.full_state_dict."
         )
-    if value is not None:
-        with without_torch_function():
-            value = site.part.local_of_value(site.index, value.detach())
-        if site.part.fits(site.index, value):
-            return value
-    shape = None if value is None else tuple(value.shape)
-    raise ParameterError(
-        f"flat_param.fully_shard: parameter '{site.name}' was re-assigned with shape {shape}, but "
-        f"it was sharded with shape {site.part.pieces[site.index].spec.shape}. Assign a whole "
-        "parameter of the same shape, or shard the module again."
+    return ParameterError(
+        f"flat_param.fully_shard: parameter '{site.piece.name}' was replaced by a "
+        f"{type(value).__name__} after it was sharded, but the optimizer has the sharded one. The "
+        "sharded one is back. Write values into it by load_state_dict, or in place under "
+        "whole_params(write_back=True)."
     )
 
 
-def _set_requires_grad(site: ParamSite, leaf: nn.Parameter, trainable: bool) -> None:
+def _set_requires_grad(site: ParamSite, leaf: Tensor, trainable: bool) -> None:
     if not site.part.segment.trainable:
         raise ParameterError(
-            f"flat_param.fully_shard: parameter '{site.name}' was frozen when it was sharded "
+            f"flat_param.fully_shard: parameter '{site.piece.name}' was frozen when it was sharded "
             "and is trainable now, but frozen segments have no gradient buffers. Make it "
             "trainable before fully_shard."
         )

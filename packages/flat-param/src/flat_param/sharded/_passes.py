@@ -18,16 +18,12 @@ stopped.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from .._errors import StateError
 from .._torch_compat import backward_is_running
 from ..comm._comm import Pending
-from ._unit_params import UnitParams
-
-U = TypeVar("U")
+from ._unit import Unit
 
 
 @dataclass
@@ -38,25 +34,13 @@ class ForwardPass:
         running: units whose forwards run, one within the other.
         order: units in the order in which they began.
         ahead: units that were prefetched.
-        chain: units that backward may reach, in order; the value says whether the unit was
-            resharded.
         incomplete: units of several modules, of which only the listed modules were called.
     """
 
-    running: list[UnitParams] = field(default_factory=list)
-    order: list[UnitParams] = field(default_factory=list)
-    ahead: list[UnitParams] = field(default_factory=list)
-    chain: dict[UnitParams, bool] = field(default_factory=dict)
-    incomplete: dict[UnitParams, set[int]] = field(default_factory=dict)
-
-    def waits(self, unit: UnitParams, module: object, count: int) -> bool:
-        """Record a call of `module`; return whether its unit has uncalled modules."""
-        called = self.incomplete.setdefault(unit, set())
-        called.add(id(module))
-        if len(called) < count:
-            return True
-        del self.incomplete[unit]
-        return False
+    running: list[Unit] = field(default_factory=list)
+    order: list[Unit] = field(default_factory=list)
+    ahead: list[Unit] = field(default_factory=list)
+    incomplete: dict[Unit, set[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -80,13 +64,13 @@ class BackwardPass:
 
     sync: bool
     callback: weakref.ref[Callable[[], None]]
-    to_gather: list[UnitParams]
-    to_reduce: list[UnitParams]
-    units: dict[UnitParams, UnitBackward]
-    is_differentiated: bool = False
-    ready: set[UnitParams] = field(default_factory=set)
+    to_gather: list[Unit]
+    to_reduce: list[Unit]
+    units: dict[Unit, UnitBackward]
+    is_differentiated: bool
+    ready: set[Unit] = field(default_factory=set)
     reducing: list[Pending] = field(default_factory=list)
-    reduced: list[UnitParams] = field(default_factory=list)
+    reduced: list[Unit] = field(default_factory=list)
     ending: bool = False
     failed: bool = False
 
@@ -122,54 +106,3 @@ class UnitBackward:
     inputs_arrived: int = 0
     freed: bool = False
     summed: bool = False
-
-
-def has_old_grad(unit: str, name: str) -> StateError:
-    """The error for a second backward after a stopped one.
-
-    Args:
-        unit: name of the unit; empty for the outermost.
-        name: of the parameter in it.
-    """
-    return StateError(
-        f"flat_param.fully_shard: parameter '{f'{unit}.{name}' if unit else name}' still has the "
-        "gradient from before a backward that an exception stopped. Call zero_grad() of the "
-        "optimizer before this second backward, or run the forward again."
-    )
-
-
-def too_late(name: str) -> StateError:
-    """The error for a gradient from a nested backward, after the unit's gradients were reduced.
-
-    Args:
-        name: of the unit; empty for the outermost.
-    """
-    return StateError(
-        f"flat_param.fully_shard: {f'unit {name!r}' if name else 'the outermost unit'} has another "
-        "gradient, of a backward inside the one that runs, but its gradients are summed already. "
-        "Call that backward before or after this one, and checkpoint with use_reentrant=False."
-    )
-
-
-def inner_first(order: Iterable[U], around: Callable[[U], Container[U]]) -> list[U]:
-    """Return units in the order in which backward completes their gradients.
-
-    A unit that begins in forward with an embedding, and ends with a head, gets its last gradient
-    after all units inside it.
-
-    Args:
-        order: the reverse of the order in which forwards ended, so outer units come before inner
-            ones.
-        around: returns the units in whose forwards a unit ran.
-
-    Example:
-        >>> inner_first(["model", "second", "first"], lambda unit: {"model"} - {unit})
-        ['second', 'first', 'model']
-    """
-    found: list[U] = []
-    begun: list[U] = []
-    for unit in order:
-        while begun and begun[-1] not in around(unit):
-            found.append(begun.pop())
-        begun.append(unit)
-    return found + begun[::-1]

@@ -4,36 +4,28 @@ Elementwise functions work as on any tensor, and their results are pieces too. A
 the whole tensor (a norm, a sum, a matmul) would silently give this rank's value, so it raises.
 Optimizers that need full tensors are detected by the functions they call. If any other function
 fails, for instance in a layer that is called without its unit, the error names the piece.
-
-A piece has as many dimensions as the whole parameter, see layout/_param_shard.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._errors import FlatParamError, ParameterError, StateError
 from .._torch_compat import allow_foreach, without_torch_function
-from ..layout._param_shard import stays_whole
+from ._param_piece import PIECE, ParamPiece, piece_of
 
-if TYPE_CHECKING:
-    from ._param_piece import ParamPiece
-
-PIECE = "_flat_param_piece"
-"""The attribute of a tensor that says what it is a piece of."""
-
-_SELF_ONLY = {
+_REDUCTIONS = {
     *("argmax", "argmin", "count_nonzero", "cumsum", "kthvalue", "logsumexp"),
     *("amax", "amin", "aminmax", "max", "mean", "median", "min", "mode", "nansum", "nanmean"),
     *("norm", "prod", "quantile", "softmax", "std", "sum", "topk", "var"),
     *("matrix_norm", "vector_norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"),
 }
-"""Functions that reduce, by name; along rows or blocks they are allowed where these are whole."""
+"""By name; along rows or blocks they are allowed where these are whole."""
 
 _WHOLE = {
     *("_foreach_norm", "_foreach_max", "addmm", "baddbmm", "bmm", "chain_matmul", "dot", "einsum"),
@@ -46,79 +38,16 @@ _WHOLE = {
 _OPTIMIZERS = ("_foreach_", "_fused_")
 _OTHER_ERRORS = (FlatParamError, torch.OutOfMemoryError, torch.AcceleratorError)
 _JOINS = {"cat", "stack", "concat", "concatenate", "hstack", "vstack"}
-
-
-class Piece(Tensor):
-    """A piece of a gradient, or an elementwise result of pieces."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse functions that read the whole tensor."""
-        return _call(func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        found = plain(self).clone()
-        memo[id(self)] = found
-        return found
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).__reduce_ex__(protocol)
-
-
-class PieceParameter(nn.Parameter):
-    """A parameter of an optimizer that is a piece."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse functions that read the whole tensor."""
-        return _call(func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        found = memo[id(self)] = nn.Parameter(plain(self).clone(), self.requires_grad)
-        return found
-
-
-allow_foreach(PieceParameter)
 _TENSOR: Any = Tensor
-_VIEWS = frozenset(
-    getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real")
-)
-"""Attributes that are the same elements."""
+_VIEWS = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real")}
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """Return a tensor without restrictions, with the same memory and version counter."""
-    with without_torch_function():
-        return tensor.detach().as_subclass(Tensor)
-
-
-def as_piece(tensor: Tensor, piece: ParamPiece) -> Tensor:
-    """Return a gradient as a piece; unchanged if this rank has all of the parameter."""
-    if _is_all(piece):
-        return tensor
-    with without_torch_function():
-        found = tensor.as_subclass(Piece)
-    setattr(found, PIECE, piece)
-    return found
-
-
-def be_piece(param: nn.Parameter, piece: ParamPiece) -> None:
-    """Turn a parameter into a piece; the object stays the same."""
-    setattr(param, PIECE, piece)
-    if type(param) is nn.Parameter and not _is_all(piece):
-        param.__class__ = PieceParameter
-
-
-def _is_all(piece: ParamPiece) -> bool:
-    """Whether this rank has all elements of a parameter that is never cut."""
-    return piece.shard.numel == piece.shard.spec.numel and stays_whole(piece.plan, piece.index)
-
-
-def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    name = getattr(func, "__name__", "")
-    if name in _SELF_ONLY or name in _WHOLE:
-        for tensor, piece in _pieces_in(args):
-            if _is_wrong(name, tensor, piece, args, kwargs):
+def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Refuse functions that read the whole tensor."""
+    kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+    if name in _REDUCTIONS or name in _WHOLE:
+        for tensor, piece in _pieces_in((*args, *kwargs.values())):
+            if name in _WHOLE or not _keeps_rows(name, tensor, piece, args, kwargs):
                 raise _refused(name, piece)
     try:
         with without_torch_function():
@@ -128,8 +57,7 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             # A write to a piece, as by an optimizer, is no computation of a module.
             read = args[1:] if name.endswith("_") or name.startswith("__i") else args
             for _, piece in _pieces_in((*read, *kwargs.values())):
-                if not _is_all(piece):
-                    raise outside_unit(piece, f"{name} computes with it") from error
+                raise outside_unit(piece, f"{name} computes with it") from error
         raise
     if type(found) is not Tensor or (name == "__get__" and func not in _VIEWS):
         return found
@@ -146,57 +74,101 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return found
 
 
+class Piece(Tensor):
+    """A piece of a gradient, or an elementwise result of pieces."""
+
+    __torch_function__: Any = classmethod(_call)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        found = memo[id(self)] = plain(self).clone()
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+
+class PieceParameter(nn.Parameter):
+    """A parameter of an optimizer that is a piece."""
+
+    __torch_function__: Any = classmethod(_call)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        found = memo[id(self)] = nn.Parameter(plain(self).clone(), self.requires_grad)
+        return found
+
+
+allow_foreach(PieceParameter)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a tensor without restrictions, with the same memory and version counter."""
+    with without_torch_function():
+        return tensor.detach().as_subclass(Tensor)
+
+
+def as_piece(tensor: Tensor, piece: ParamPiece) -> Tensor:
+    """Return a gradient as a piece; a plain tensor if this rank has all of the parameter."""
+    with without_torch_function():
+        found = tensor if piece.is_whole else tensor.as_subclass(Piece)
+    setattr(found, PIECE, piece)
+    return found
+
+
+def be_piece(param: nn.Parameter, piece: ParamPiece) -> None:
+    """Turn a parameter into a piece; the object stays the same."""
+    setattr(param, PIECE, piece)
+    if type(param) is nn.Parameter and not piece.is_whole:
+        param.__class__ = PieceParameter
+
+
 def _pieces_in(args: Iterable[Any]) -> Iterator[tuple[Tensor, ParamPiece]]:
+    """Tensors of which this rank has not all elements."""
     for each in args:
         if isinstance(each, (Piece, PieceParameter)):
-            piece = getattr(each, PIECE, None)
-            if piece is not None:
+            piece = piece_of(each)
+            if piece is not None and not piece.is_whole:
                 yield each, piece
         elif isinstance(each, (list, tuple)):
             yield from _pieces_in(each)
 
 
-def _is_wrong(
+def _keeps_rows(
     name: str, tensor: Tensor, piece: ParamPiece, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    if _is_all(piece):
-        return False
-    if name in _WHOLE:
-        return True
+    """Whether a reduction only goes along rows or blocks that are whole on this rank."""
     if len(args) > 1 and isinstance(args[1], Tensor):
-        return False  # elementwise max and min of two tensors
+        return True  # elementwise max and min of two tensors
     position = 2 if "norm" in name else 1
     dims = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else None))
     with without_torch_function():
         shape = tuple(tensor.shape)
     cut = piece.plan.cuts[piece.index]
     if dims is None or len(shape) < 2 or cut.inner is None:
-        return True  # of everything, or without rows or blocks
+        return False
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     first = min((dim % len(shape) for dim in dims), default=0)
     # In a piece's shape, dimensions of size one precede the dimensions that are not cut.
-    if not first or (shape == piece.shard.shape and first < len(shape) - len(cut.inner)):
-        return True
+    if not first or (shape == piece.piece_shape and first < len(shape) - len(cut.inner)):
+        return False
     together = prod(shape[first:])  # rows of a piece, or blocks that an optimizer has viewed it as
-    return cut.atom_numel % max(together, 1) != 0
+    return cut.atom_numel % max(together, 1) == 0
 
 
 def outside_unit(piece: ParamPiece, where: str) -> StateError:
     """The error for a piece that was used as a full parameter, outside of its unit's forward."""
     return StateError(
-        f"flat_param.fully_shard: parameter '{piece.name}' is a piece of shape {piece.shard.shape} "
+        f"flat_param.fully_shard: parameter '{piece.name}' is a piece of shape {piece.piece_shape} "
         f"where {where}, but only a call of {piece.comm.unit} makes it whole, "
-        f"{tuple(piece.shard.spec.shape)}. Call that module, make the module that computes with it "
+        f"{tuple(piece.spec.shape)}. Call that module, make the module that computes with it "
         "a unit of its own, do not shard it by itself, or read the parameter between unshard() and "
         "reshard()."
     )
 
 
 def _refused(name: str, piece: ParamPiece) -> ParameterError:
-    shard = piece.shard
     return ParameterError(
         f"flat_param.fully_shard: {name} was called with parameter '{piece.name}' or its gradient, "
-        f"but this rank has {shard.numel} of {shard.spec.numel} elements. Use the module's "
+        f"but this rank has {piece.numel} of {piece.spec.numel} elements. Use the module's "
         "clip_grad_norm_ for norms, whole_params() or full_state_dict for values, unshard() to "
         "compute a loss, as_subclass(torch.Tensor) for the elements of this rank, and for "
         "optimizers of whole tensors shard with boundary='tensor'. In an optimizer's step, "

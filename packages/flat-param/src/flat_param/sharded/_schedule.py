@@ -1,10 +1,20 @@
-"""The order in which the units of one tree unshard, reshard and reduce gradients.
+"""When the units of one tree unshard, reshard and reduce gradients.
 
 - Units are unsharded for backward in the reverse of the order in which the forward pass left them,
   and gradients are reduced in the reverse of the order in which forward reached them, on every
   rank: an outer unit is needed before its inner units, and gets its last gradient after them. A
   unit that a rank's batch does not use is gathered and reduced on that rank too, as other ranks may
   need it.
+- While a unit computes, the next one is gathered: in forward the one that came next in the last
+  pass, in backward the next one in order. Lists of the user make a gather earlier and never add one
+  in backward, also on a rank without a gradient for some unit.
+- A unit is resharded in backward once its parameters are no longer read: after the gradients of its
+  leaves, of leaves of units that ran inside its forward, of its inputs, and of ignored parameters.
+  If no input has a gradient and some leaf gets none, the graph may pass through the unit by another
+  tensor, such as one stored in its module. The unit then stays unsharded until the end of backward,
+  and so does a unit without an output tensor to hook.
+- A leaf that this backward does not reach may belong to a nested backward (reentrant checkpoints).
+  Gradients are then reduced when all inputs have gradients, or at the end.
 - One reduction is in flight at a time. The previous one is finished and its memory freed before the
   next one starts.
 - `.grad` is set at the end of backward, and only for parameters that some rank used.
@@ -20,18 +30,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
+from torch import nn
 
+from .._errors import StateError
 from .._torch_compat import at_end_of_backward
+from ..comm._capturing import refuse_capture
 from ..comm._comm import CommLog
 from ._order import publish
-from ._passes import BackwardPass, ForwardPass, UnitBackward, has_old_grad, inner_first
-from ._prefetch import PrefetchLists
-from ._unit_params import UnitParams
-
-_Callback = weakref.ref[Callable[[], None]]
+from ._passes import BackwardPass, ForwardPass, UnitBackward
+from ._sharded_grads import ShardedGrads
+from ._strays import look_for_strays
+from ._tensors import cast_floats, hook_nodes, tensors_in
+from ._unit import Unit
 
 
 class Schedule:
@@ -41,23 +55,23 @@ class Schedule:
         units: in the order in which they were sharded.
         log: counts of their collectives.
         sync: whether the next backward reduces gradients over ranks.
-        lists: the prefetch lists.
         forward: the forward pass that runs.
         backward: the backward pass that runs, or was stopped.
     """
 
     def __init__(self) -> None:
-        self.units: list[UnitParams] = []
+        self.units: list[Unit] = []
         self.log = CommLog()
         self.sync = True
-        self.lists: PrefetchLists = PrefetchLists()
         self.forward: ForwardPass | None = None
         self.backward: BackwardPass | None = None
-        self._last_order: list[UnitParams] = []
-        self._chain: dict[UnitParams, bool] = {}  # of the forwards since the last backward
+        self._last_order: list[Unit] = []
+        # Units that backward may reach, in order; the value says whether the unit was resharded.
+        self._chain: dict[Unit, bool] = {}
         self._chain_is_spent = False
-        self._accumulated: dict[UnitParams, None] = {}
-        self._was_stopped = False
+        self._accumulated: dict[Unit, None] = {}
+        # Functions, because a bound method would keep the schedule alive.
+        self.pre_forward, self.post_forward = _uncompiled_ends()
 
     def merge(self, other: Schedule) -> None:
         """Add the units of a nested tree."""
@@ -66,25 +80,23 @@ class Schedule:
                 unit.join(self)
                 unit.comms.log.counts = self.log.counts
                 self.units.append(unit)
-            self.lists.merge(other.lists)
 
     @property
     def depth(self) -> int:
         """Number of nested running forwards."""
         return 0 if self.forward is None else len(self.forward.running)
 
-    def computes(self, unit: UnitParams) -> bool:
+    def computes(self, unit: Unit) -> bool:
         """Whether the unit's forward or backward is running, so that the module has the leaves."""
         if self.backward is not None:
             state = self.backward.units.get(unit)
             return state is not None and state.begun and not state.freed
         return self.forward is not None and unit in self.forward.running
 
-    def was_freed(self, unit: UnitParams) -> None:
+    def was_freed(self, unit: Unit) -> None:
         """Record that a unit was resharded, so that backward gathers it again."""
-        for chain in (self._chain, self._chain if self.forward is None else self.forward.chain):
-            if unit in chain:
-                chain[unit] = True
+        if unit in self._chain:
+            self._chain[unit] = True
 
     def settle(self) -> None:
         """End a pass that an exception has stopped, if there is one. Not a collective."""
@@ -95,22 +107,40 @@ class Schedule:
 
     # Forward.
 
-    def enter(self, unit: UnitParams) -> None:
-        """Record that a unit's forward begins."""
+    def _pre_forward(
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Unshard a unit, and hook its inputs. Collective."""
+        if unit.options.cpu_offload and unit.parts:
+            refuse_capture(unit.name, unit.parts[0].device)
+        if not self.depth:
+            look_for_strays(unit, self.units)
         self.settle()
-        if self.backward is not None:
-            return
-        if self.forward is None:
+        recomputes = self.backward is not None
+        if not recomputes:
+            self._enter(unit)
+        unit.unshard()
+        unit.compute_with_leaves()
+        if not recomputes:
+            self._prefetch_forward(unit)
+            if torch.is_grad_enabled():
+                unit.hook_inputs((args, kwargs, unit.ignored))
+        dtype = unit.options.precision.input_dtype
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+
+    def _enter(self, unit: Unit) -> None:
+        """Record that a unit's forward begins."""
+        forward = self.forward
+        if forward is None:
             self._clear_chain()
-            self.forward = ForwardPass()
-        unit.around.update(self.forward.running, self.forward.incomplete)
+            self.forward = forward = ForwardPass()
+        unit.around.update(forward.running, forward.incomplete)
         unit.around.discard(unit)  # a module that calls itself
-        self.forward.running.append(unit)
-        self.forward.order.append(unit)
+        forward.running.append(unit)
+        forward.order.append(unit)
         unit.reshard_if_stale()
 
     def _clear_chain(self) -> None:
-        self._was_stopped = False
         if self._chain_is_spent:
             self._chain, self._chain_is_spent = {}, False
             for unit in self.units:
@@ -120,52 +150,70 @@ class Schedule:
             for unit in self.units:
                 unit.drop_leaf_grads()
 
-    def prefetch_forward(self, unit: UnitParams) -> None:
-        """Begin to gather the next units. Collective."""
+    def _prefetch_forward(self, unit: Unit) -> None:
         forward = self.forward
-        if forward is None:
-            return
-        begun, last = forward.order, self._last_order
-        for following in self.lists.in_forward(unit, begun=begun, last_order=last):
-            if following.is_stale and not following.is_by_hand:
-                following.reshard()
-            if not following.is_gathered:
-                forward.ahead.append(following)
-                following.start_gather()
+        assert forward is not None
+        here, last = len(forward.order) - 1, self._last_order
+        following = [each for each in unit.forward_prefetch if each not in forward.order]
+        if not unit.forward_prefetch and here < len(last) and last[here] is unit:
+            following = last[here + 1 : here + 2]
+        for each in following:
+            if each.is_stale and not each.is_by_hand:
+                each.reshard()
+            if not each.is_gathered:
+                forward.ahead.append(each)
+                each.start_gather()
 
-    def leave(self, unit: UnitParams, *, returns: bool, keeps: bool, module: object = None) -> None:
+    def _post_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
+        """Hook the outputs of a unit, reshard it unless backward begins here, cast the outputs."""
+        returns = keeps = False
+        if torch.is_grad_enabled():
+            tensors = list(tensors_in(output))
+            # A graph may be the only reference to the schedule.
+            told = partial(self._on_output_grad, unit)
+            returns = hook_nodes(tensors, told) or not tensors
+            keeps = returns and (self.depth == 1 or not tensors or not unit.frees_after_forward)
+        if self.backward is None and self.forward is not None:
+            self._leave(self.forward, unit, module, returns=returns, keeps=keeps)
+        return cast_floats(output, unit.options.precision.output_dtype)
+
+    def _leave(
+        self, forward: ForwardPass, unit: Unit, module: nn.Module, *, returns: bool, keeps: bool
+    ) -> None:
         """Record that a unit's forward has ended.
 
-        Args:
-            unit: the unit.
-            returns: whether backward may reach the unit.
-            keeps: whether the unit stays unsharded until backward.
-            module: the called module; a unit of several modules stays unsharded until all were
-                called.
+        A unit of several modules stays unsharded until all were called.
         """
-        forward = self.forward
-        if self.backward is not None or forward is None:
-            return
         forward.running.pop()
         if returns:
-            forward.chain.pop(unit, None)
-            forward.chain[unit] = not keeps
+            self._chain.pop(unit, None)
+            self._chain[unit] = not keeps
         if unit in forward.running:
             return  # a method of its module runs around this call, and needs the unit
-        waits = unit.module_count > 1 and forward.waits(unit, module, unit.module_count)
-        if keeps or waits:
+        if unit.module_count > 1:
+            called = forward.incomplete.setdefault(unit, set())
+            called.add(id(module))
+            if len(called) == unit.module_count:
+                del forward.incomplete[unit]
+        if keeps or unit in forward.incomplete:
             unit.sites.swap_out()
-            if unit in forward.chain:
-                forward.chain[unit] = False
-        elif returns:
-            unit.reshard_until_backward()
-            forward.chain[unit] = True
+            if unit in self._chain:
+                self._chain[unit] = False
         else:
             unit.reshard()
-            if unit in forward.chain:
-                forward.chain[unit] = True
+            self.was_freed(unit)
         if not forward.running:
             self._end_forward(forward)
+
+    def _end_forward(self, forward: ForwardPass) -> None:
+        for unit in {*self._last_order, *forward.ahead} - set(forward.order):
+            if not unit.is_by_hand:
+                unit.reshard()  # prefetched, and not used this time
+        for unit in forward.incomplete:
+            unit.reshard()
+            self.was_freed(unit)
+        self._last_order = forward.order
+        self.forward = None
 
     def stop(self, depth: int) -> None:
         """Handle an exception that leaves a forward begun at `depth`. Not a collective.
@@ -191,80 +239,71 @@ class Schedule:
         self._chain = dict.fromkeys(self._chain, True)
         self.forward = None
 
-    def _end_forward(self, forward: ForwardPass) -> None:
-        for unit in {*self._last_order, *forward.ahead} - set(forward.order):
-            if not unit.is_by_hand:
-                unit.reshard()  # prefetched, and not used this time
-        for unit in forward.incomplete:
-            if unit in forward.chain:
-                unit.reshard_until_backward()
-                forward.chain[unit] = True
-            else:
-                unit.reshard()
-        self._last_order = forward.order
-        self._chain = self._both_chains(forward)
-        self.forward = None
-
-    def _both_chains(self, forward: ForwardPass | None) -> dict[UnitParams, bool]:
-        if forward is None or not self._chain:
-            return self._chain if forward is None else forward.chain
-        before = {unit: freed for unit, freed in self._chain.items() if unit not in forward.chain}
-        return before | forward.chain
-
     # Backward.
 
-    def begin_backward(self) -> BackwardPass:
-        """Return the running pass; the first gradient starts a new one."""
-        current = self.backward
-        if current is not None:
-            if not current.was_dropped:
-                return current
-            self.abandon()
-            self._was_stopped = True
-        if self._was_stopped:
-            self._refuse_old_grads()
-        callback = partial(self._end_backward)
-        at_end_of_backward(callback)
-        chain = self._both_chains(self.forward)
-        order = list(reversed(chain))
-        trained = [unit for unit in inner_first(order, lambda unit: unit.around) if unit.grads]
-        late = [unit for unit in self._accumulated if unit not in chain]
-        current = BackwardPass(
-            sync=self.sync,
-            callback=weakref.ref(callback, partial(_on_end, weakref.ref(self))),
-            to_gather=[unit for unit in self.lists.backward_order(order) if chain.get(unit)],
-            to_reduce=[*trained, *late] if self.sync else [],
-            units={unit: UnitBackward(unit.count_expected()) for unit in chain},
-            is_differentiated=torch.is_grad_enabled(),
-        )
-        for unit, state in current.units.items():
-            if state.expected:
-                for outer in unit.around & current.units.keys():
-                    current.units[outer].inner += 1
-        if not self.sync:
-            self._accumulated |= dict.fromkeys(trained)
-        self._chain_is_spent = True
-        self.backward = current
-        return current
+    def _on_output_grad(self, unit: Unit, _: object) -> None:
+        """Pre-backward: unshard the unit, and begin to gather the next ones. Collective."""
+        state = self._standing(unit)
+        if state.begun or state.freed:
+            return
+        state.begun = True
+        self._gather_for_backward(unit)
+        unit.unshard()
+        unit.compute_with_leaves()
+        self._advance(unit, state)
 
-    def _refuse_old_grads(self) -> None:
-        """Refuse to add to gradients in a second backward of a forward, after a stopped one.
+    def on_input_grad(self, unit: Unit) -> None:
+        """Handle the gradient of an input or of an ignored parameter.
 
-        Until a device's engine has dropped the stopped backward, the module has its leaves. A
-        user's loop that clears gradients of module parameters then misses those of the optimizer's
-        parameters.
+        It may be the gradient of another loss, so it starts no backward pass.
         """
-        for unit in self.units:
-            for part in unit.parts:
-                for param, piece in zip(part.params, part.param_pieces, strict=True):
-                    if param.grad is not None:
-                        raise has_old_grad(unit.name, piece.name)
-
-    def standing(self, unit: UnitParams) -> UnitBackward:
-        """The state of a unit in the running pass."""
         current = self.backward
-        if current is None or current.was_dropped:
-            current = self.begin_backward()
+        if current is not None and not current.was_stopped and unit in current.units:
+            state = current.units[unit]
+            state.inputs_arrived += 1
+            self._advance(unit, state)
+
+    def on_grad(self, unit: Unit, grads: ShardedGrads, index: int) -> None:
+        """Handle the gradient of a leaf."""
+        state = self._standing(unit)
+        if state.summed:
+            where = f"unit {unit.name!r}" if unit.name else "the outermost unit"
+            raise StateError(
+                f"flat_param.fully_shard: {where} has another gradient, of a backward inside the "
+                "one that runs, but its gradients are summed already. Call that backward before "
+                "or after this one, and checkpoint with use_reentrant=False."
+            )
+        grads.take(index)
+        state.arrived += 1
+        if state.arrived == state.expected:
+            for outer in unit.around:
+                around = self._standing(outer)
+                around.inner -= 1
+                self._advance(outer, around)
+        self._advance(unit, state)
+
+    def _advance(self, unit: Unit, state: UnitBackward) -> None:
+        """Reduce and reshard a unit as soon as the docstring of the file allows it."""
+        if not state.begun or state.arrived < state.expected or state.freed:
+            return
+        inputs = unit.input_count
+        missing = inputs - state.inputs_arrived
+        if state.expected == len(unit.nodes) or (inputs and missing <= 0):
+            self._on_grads(unit)
+        if state.inner or missing > 0 or not (inputs or state.expected == unit.leaf_count):
+            return
+        state.freed = True
+        self._release(unit)
+
+    def _standing(self, unit: Unit) -> UnitBackward:
+        """The state of a unit in the running pass; the first gradient starts a new pass."""
+        current = self.backward or self._begin_backward()
+        if current.was_dropped:
+            raise StateError(
+                "flat_param.fully_shard: an exception stopped the last backward, and another one "
+                "was called without a forward. Run the forward again, or call zero_grad() of the "
+                "module."
+            )
         state = current.units.get(unit)
         if state is None:  # its forward had no output that leads back into it
             state = current.units[unit] = UnitBackward(unit.count_expected())
@@ -274,7 +313,35 @@ class Schedule:
                 self._accumulated[unit] = None
         return state
 
-    def gather_for_backward(self, unit: UnitParams) -> None:
+    def _begin_backward(self) -> BackwardPass:
+        callback = partial(self._end_backward)
+        at_end_of_backward(callback)
+        chain = self._chain
+        order = list(reversed(chain))
+        trained = [unit for unit in _inner_first(order) if unit.grads]
+        late = [unit for unit in self._accumulated if unit not in chain]
+        to_gather: dict[Unit, None] = {}
+        for unit in order:
+            to_gather |= dict.fromkeys((unit, *unit.backward_prefetch))
+        units = {unit: UnitBackward(unit.count_expected()) for unit in chain}
+        for unit, state in units.items():
+            for outer in unit.around if state.expected else ():
+                if outer in units:
+                    units[outer].inner += 1
+        if not self.sync:
+            self._accumulated |= dict.fromkeys(trained)
+        self._chain_is_spent = True
+        self.backward = BackwardPass(
+            sync=self.sync,
+            callback=weakref.ref(callback, partial(_on_end, weakref.ref(self))),
+            to_gather=[unit for unit in to_gather if chain.get(unit)],
+            to_reduce=[*trained, *late] if self.sync else [],
+            units=units,
+            is_differentiated=torch.is_grad_enabled(),
+        )
+        return self.backward
+
+    def _gather_for_backward(self, unit: Unit) -> None:
         """Begin to gather all units up to this one, and the next ones. Collective."""
         assert self.backward is not None
         queue = self.backward.to_gather
@@ -282,10 +349,12 @@ class Schedule:
             for _ in range(queue.index(unit) + 1):
                 queue.pop(0).start_gather()
             unit.unshard()
-        for _ in range(min(self.lists.in_backward(unit, queue), len(queue))):
+        listed = unit.backward_prefetch
+        ahead = max((queue.index(each) + 1 for each in listed if each in queue), default=0)
+        for _ in range(ahead if listed else min(1, len(queue))):
             queue.pop(0).start_gather()
 
-    def on_grads(self, unit: UnitParams) -> None:
+    def _on_grads(self, unit: Unit) -> None:
         """Handle that a unit has all its gradients: reduce the next units in order. Collective."""
         current = self.backward
         assert current is not None
@@ -293,7 +362,7 @@ class Schedule:
         while current.to_reduce and current.to_reduce[0] in current.ready:
             self._reduce(current, current.to_reduce.pop(0))
 
-    def _reduce(self, current: BackwardPass, unit: UnitParams) -> None:
+    def _reduce(self, current: BackwardPass, unit: Unit) -> None:
         self._finish_reducing(current)
         if unit in current.units:
             current.units[unit].summed = True
@@ -306,7 +375,7 @@ class Schedule:
             pending.wait()
         current.reducing = []
 
-    def release(self, unit: UnitParams) -> None:
+    def _release(self, unit: Unit) -> None:
         """Post-backward: reshard a unit whose parameters are no longer read."""
         frees = unit.frees_after_backward
         if frees is None:
@@ -328,16 +397,15 @@ class Schedule:
         try:
             self._finish_queues(current)
             if current.sync:
-                self._publish(current.reduced)
+                kept = [
+                    unit for unit in current.reduced if any(g.kept is not None for g in unit.grads)
+                ]
+                publish([unit for unit in current.reduced if unit not in kept])
+                self._accumulated = dict.fromkeys(kept)
         except BaseException:
             current.failed = True  # the next call drops all gradients
             raise
         self.backward = None
-
-    def _publish(self, reduced: list[UnitParams]) -> None:
-        kept = [unit for unit in reduced if any(each.is_kept for each in unit.grads)]
-        publish([unit for unit in reduced if unit not in kept])
-        self._accumulated = dict.fromkeys(kept)
 
     def _finish_queues(self, current: BackwardPass) -> None:
         while current.to_gather:
@@ -349,7 +417,7 @@ class Schedule:
         self._finish_reducing(current)
         for unit, state in current.units.items():
             if not state.freed or unit.is_unsharded:
-                self.release(unit)
+                self._release(unit)
 
     def drop_accumulated(self) -> None:
         """Drop gradients that were accumulated and not reduced. Not a collective."""
@@ -372,7 +440,22 @@ class Schedule:
         self.backward = None
 
 
-def _on_end(schedule_ref: weakref.ref[Schedule], callback: _Callback) -> None:
+def _inner_first(order: list[Unit]) -> list[Unit]:
+    """Units in the order in which backward completes their gradients.
+
+    A unit that begins in forward with an embedding, and ends with a head, gets its last gradient
+    after all units inside it. `order` has it before them.
+    """
+    found: list[Unit] = []
+    begun: list[Unit] = []
+    for unit in order:
+        while begun and begun[-1] not in unit.around:
+            found.append(begun.pop())
+        begun.append(unit)
+    return found + begun[::-1]
+
+
+def _on_end(schedule_ref: weakref.ref[Schedule], callback: weakref.ref[Callable[[], None]]) -> None:
     """Handle the end of a backward. If its pass is incomplete, restore the optimizer's parameters.
 
     `settle` does the remaining work later, since it may raise. The running pass may belong to
@@ -384,3 +467,14 @@ def _on_end(schedule_ref: weakref.ref[Schedule], callback: _Callback) -> None:
         current.failed = True
         for unit in schedule.units:
             unit.sites.swap_out()
+
+
+@cache
+def _uncompiled_ends() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Pre- and post-forward as functions of the schedule.
+
+    Compiled code calls them without tracing them, since they change hooks and storages at every
+    call.
+    """
+    disable = torch.compiler.disable
+    return disable(Schedule._pre_forward), disable(Schedule._post_forward)

@@ -5,9 +5,8 @@
     grad       (shard,)        gradient dtype; allocated at the first backward; `.grad` views it.
 
 - A frozen segment has neither. A parameter that no rank used keeps its previous `.grad`.
-- autograd only sees the leaves, so hooks of the optimizer's parameters are called after the
-  reduction: those of `register_hook` with the mean gradient, which must be on one rank, those of
-  `register_post_accumulate_grad_hook` once `.grad` is set.
+- autograd only sees the leaves, so post-accumulate hooks of the optimizer's parameters are called
+  once `.grad` is set.
 - All work runs on the stream on which the leaves' gradients arrive, which autograd chooses. Buffers
   are allocated there, so no other stream waits for them.
 - Until replicas are reduced, this rank's sum, `(shard,)`, is kept and added to the next one.
@@ -15,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -26,20 +25,15 @@ from torch import Tensor
 from .._errors import ParameterError
 from .._torch_compat import (
     assign_grad,
-    grad_hooks,
     post_accumulate_grad_hooks,
+    with_grad_hook,
     without_torch_function,
 )
-from ..buffers._dtensors import DTensorPlace, place_of_dtensor
 from ..buffers._grads import GradBuffer
 from ..buffers._views import zero_gaps_, zeros
 from ..comm._buffer_pool import acquire, release
-from ..comm._clip import Spread, norm_over, spread_of
 from ..comm._comm import Pending
-from ..comm._groups import CommGroups
 from ..comm._home_stream import at_home, home_stream
-from ..layout._param_shard import stays_whole
-from ._guards import by_comm, groups_of, mark_grad
 from ._piece_tensors import as_piece
 from ._sharded_params import ShardedParams
 
@@ -52,13 +46,11 @@ class Reduction:
         factor: divisor of sums; None: the number of ranks.
         sums_copies: whether replicas are reduced.
         on_sum: called with this rank's part of each sum before the division.
-        in_place: called instead of the reduction; see `ShardedModule.register_comm_hook`.
     """
 
     factor: float | None = None
     sums_copies: bool = True
     on_sum: Callable[[Tensor], object] | None = None
-    in_place: Callable[..., object] | None = None
 
 
 class ShardedGrads:
@@ -66,40 +58,31 @@ class ShardedGrads:
 
     Attributes:
         leaves: of the segment, at construction.
-        spreads: for each parameter the communicators of all ranks over which it is cut.
-        used: which leaves have had a gradient on this rank since the last reduction.
-        used_before: leaves with a gradient in the sum that is kept for replicas.
+        dtype: of the reduction.
+        used: which leaves had a gradient on this rank in the sums since `.grad` was last set.
+        kept: this rank's sum, `(shard,)`, if it waits for the reduction over replicas.
     """
 
     def __init__(self, owner: ShardedParams) -> None:
         self.owner = owner
         self.leaves = owner.leaves
         self.comms = owner.comms
+        self.dtype = owner.options.precision.reduction_dtype(owner.shard.dtype)
         self.used = [False] * len(owner.leaves)
-        self.used_before = [False] * len(owner.leaves)
-        self.spreads = tuple(map(self._spread, owner.places))
         self._borrowed: Tensor | None = None
         self.held: GradBuffer | None = None
         self._grad: Tensor | None = None
         self._pieces: tuple[Tensor, ...] = ()
         self._reduced: Tensor | None = None
-        self._kept: Tensor | None = None
+        self.kept: Tensor | None = None
         self._home: torch.Stream | None = None
-
-    def _spread(self, place: DTensorPlace | None) -> Spread:
-        return (self.comms.reduce, *spread_of(place, self.comms.log))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the reduction."""
-        return self.owner.options.precision.reduction_dtype(self.owner.shard.dtype)
 
     def take(self, index: int) -> None:
         """Move one leaf's gradient into the flat gradient, or add it to an existing one."""
         leaf = self.leaves[index]
         grad, leaf.grad = leaf.grad, None
         if grad is not None:
-            place = self.owner.places[index]
+            place = self.owner.pieces[index].place
             local = grad.detach() if place is None else place.local_of_grad(grad)
             (self.held or self.need_held()).take(index, local)
 
@@ -111,7 +94,7 @@ class ShardedGrads:
             self._borrowed = acquire(plan.numel, dtype=self.dtype, device=device)
             layout = self.owner.segment.layout
             flat = zero_gaps_(self._borrowed[: plan.numel], layout)
-            self.held = GradBuffer(flat, layout, self.used)
+            self.held = GradBuffer(flat, layout, [False] * len(self.leaves))
         return self.held
 
     def _release(self) -> None:
@@ -123,6 +106,7 @@ class ShardedGrads:
     def start_reduce(self, how: Reduction) -> Pending:
         """Begin to reduce the gradients of all ranks into this rank's shard. Collective."""
         held = self.need_held()
+        self.used = [now or before for now, before in zip(held.arrived, self.used, strict=True)]
         with at_home(self._home):
             held.zero_rest()
             pending = self._start_reduce(held.flat, how)
@@ -131,27 +115,12 @@ class ShardedGrads:
 
     def _start_reduce(self, full: Tensor, how: Reduction) -> Pending:
         self._reduced = self._destination()
-        if how.in_place is not None:
-            self._reduce_by(how.in_place, self._staged(full), self._reduced)
-            return Pending(self.comms.reduce, "comm_hook").then(self._release)
         factor = float(self.comms.world_size if how.factor is None else how.factor)
         if full.dtype == torch.float16:
             full.div_(self.comms.world_size)  # a sum over many ranks may exceed float16's range
             factor /= self.comms.world_size
         pending = self.comms.reduce.reduce_scatter(_real(self._reduced), _real(self._staged(full)))
         return pending.then(partial(self._after_reduce, how, factor))
-
-    def _reduce_by(self, hook: Callable[..., object], full: Tensor, out: Tensor) -> None:
-        """Let a hook reduce; it may replace the memory of its arguments."""
-        given = full.detach()
-        if self.comms.reduce.group is None:
-            hook(given)
-            out.copy_(given)
-            return
-        found = out.detach()
-        hook(given, found)
-        if found.data_ptr() != out.data_ptr():
-            out.copy_(found)
 
     def _staged(self, full: Tensor) -> Tensor:
         plan = self.owner.plan
@@ -174,51 +143,31 @@ class ShardedGrads:
         if grad is None or grad.dtype != shard.dtype or grad.device != shard.device:
             pinned = self.owner.pins(shard.device)
             grad = zeros(shard.numel(), dtype=shard.dtype, device=shard.device, pinned=pinned)
-            self._pieces = tuple(
-                as_piece(piece.view(grad), whole)
-                for piece, whole in zip(self.owner.pieces, self.owner.param_pieces, strict=True)
-            )
-            for piece, spread in zip(self._pieces, self.spreads, strict=True):
-                mark_grad(piece, spread)
+            self._pieces = tuple([as_piece(p.view(grad), p) for p in self.owner.pieces])
             self._grad = grad
         return grad
 
     def _is_clear(self) -> bool:
         with without_torch_function():
             grads = [param.grad for param in self.owner.held.params]
-        return self._kept is None and all(map(partial(is_, None), grads))
+        return self.kept is None and all(map(partial(is_, None), grads))
 
     def _after_reduce(self, how: Reduction, factor: float) -> None:
         self._release()
         reduced = self._reduced
         if reduced is None:
             return
-        if self._kept is not None:
-            reduced.add_(self._kept)
-            self._kept = None
+        if self.kept is not None:
+            reduced.add_(self.kept)
+            self.kept = None
         if not how.sums_copies and self.comms.replicate.group is not None:
-            self._keep(reduced)
+            self.kept, self._reduced = reduced, None
             return
         self.comms.replicate.all_reduce(_real(reduced)).wait()
         if how.on_sum is not None:
             how.on_sum(reduced)
         if factor != 1:
             reduced.div_(factor)
-
-    def _keep(self, reduced: Tensor) -> None:
-        self._kept, self._reduced = reduced, None
-        self.used_before = self.used_anyhow
-        self.used = [False] * len(self.used)
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether a sum is kept for replicas."""
-        return self._kept is not None
-
-    @property
-    def used_anyhow(self) -> list[bool]:
-        """Return for each leaf whether this rank used it since `.grad` was last assigned."""
-        return [now or before for now, before in zip(self.used, self.used_before, strict=True)]
 
     @torch.no_grad()
     def assign_grads(self, used_anywhere: Sequence[bool]) -> None:
@@ -229,27 +178,21 @@ class ShardedGrads:
         """
         reduced, self._reduced = self._reduced, None
         self.used = [False] * len(self.used)
-        self.used_before = [False] * len(self.used)
         if reduced is None:
             return
         with at_home(self._home):
             for index, used in enumerate(used_anywhere):
-                if used and self.owner.leaves_out(index):
-                    self.owner.param_pieces[index].has_grad = True
+                if used and self.owner.pieces[index].skips:
+                    self.owner.pieces[index].is_stepped = True
                 elif used:
                     self._assign(index, self.owner.held.params[index], reduced)
             del reduced
 
     def _assign(self, index: int, param: Tensor, reduced: Tensor) -> None:
         mine = self._pieces[index]
-        part = mine if reduced is self._grad else self.owner.pieces[index].view(reduced)
         with without_torch_function():
-            hooks, told = grad_hooks(param), post_accumulate_grad_hooks(param)
-        for hook in hooks:
-            replaced = hook(part)
-            if replaced is not None:
-                part.copy_(replaced)
-        with without_torch_function():
+            told = post_accumulate_grad_hooks(param)
+            part = mine if reduced is self._grad else self.owner.pieces[index].view(reduced)
             if part is mine:
                 assign_grad(param, mine)
             elif param.grad is not None:
@@ -270,23 +213,17 @@ class ShardedGrads:
                     param.grad.zero_()
 
     def check_hooks(self) -> None:
-        """Refuse a hook of `register_hook` that would get a piece.
+        """Refuse a hook of `register_hook`, which would get a piece.
 
         Raises:
             ParameterError: names the parameter.
         """
-        plan = self.owner.plan
-        pairs = zip(self.owner.held.params, self.owner.pieces, strict=True)
-        for index, (param, piece) in enumerate(pairs):
-            with without_torch_function():
-                is_hooked = bool(grad_hooks(param))
-            if is_hooked and not stays_whole(plan, index):
-                raise ParameterError(
-                    f"flat_param.fully_shard: parameter '{piece.spec.name}' has a hook of "
-                    f"register_hook and is spread over {plan.world_size} ranks, but the hook would "
-                    "see a piece of the gradient. Use register_post_accumulate_grad_hook, which "
-                    "gets pieces, or shard with boundary='tensor'."
-                )
+        for index in with_grad_hook(self.owner.held.params):
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{self.owner.pieces[index].name}' has a hook "
+                "of register_hook, but autograd only sees unsharded parameters, so it would never "
+                "be called. Use register_post_accumulate_grad_hook, which gets this rank's piece."
+            )
 
     def forget(self) -> None:
         """Drop the gradients of a stopped backward.
@@ -294,44 +231,7 @@ class ShardedGrads:
         A collective may still read the buffer, so it does not return to the pool.
         """
         self.used = [False] * len(self.used)
-        self.used_before = [False] * len(self.used)
-        self._kept = self._reduced = self._borrowed = self.held = None
-
-
-def norm_of(
-    grads: Mapping[int, Tensor],
-    norm_type: float,
-    *,
-    of: Iterable[ShardedGrads],
-    ignored: Sequence[Tensor],
-    comms: CommGroups,
-) -> Tensor:
-    """Return the norm over all ranks of the gradients of some units. Collective.
-
-    Args:
-        grads: this rank's, by `id` of the parameter.
-        norm_type: order of the norm.
-        of: the units' segments.
-        ignored: parameters with separate gradients on each rank.
-        comms: of the outermost unit.
-    """
-    known, ranks = set(map(id, ignored)), (comms.reduce, comms.replicate)
-    apart: dict[object, tuple[Spread, Spread, list[Tensor]]] = {}
-    for param in ignored:
-        place = place_of_dtensor(param)
-        cut = spread_of(place, comms.log)
-        *_, beside = apart.setdefault(groups_of(cut), (cut, ranks, []))
-        grad = grads.get(id(param))
-        if grad is not None:
-            beside.append(grad if place is None else place.local_of_grad(grad))
-    # If rows stay whole, a rank may have no gradient; it still takes part in the reduction.
-    spread: dict[object, tuple[Spread, list[Tensor]]] = {
-        groups_of(each): (each, []) for segment in of for each in segment.spreads
-    }
-    left = [grad for key, grad in grads.items() if key not in known]
-    for each, found in by_comm(left).items():
-        spread.setdefault(groups_of(each), (each, []))[1].extend(found)
-    return norm_over(spread.values(), norm_type, apart=apart.values())
+        self.kept = self._reduced = self._borrowed = self.held = None
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -7,41 +7,68 @@ module until after the last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
 from .._errors import StateError
-from ..comm._clip import checked_norms, clip_
+from .._torch_compat import pass_over_frames
+from ..comm._clip import checked_norms, clip_, norm_over
 from ..comm._comm import CommCount
-from . import _switches
 from ._by_hand import UnshardHandle, begin_unshard, reshard, units_at_rest, units_below
 from ._full_params import full_params
-from ._sharded_grads import norm_of
+from ._guards import norm_parts
 from ._unit import Unit
-from ._unit_call import run_unit, with_method
+
+_classes: WeakValueDictionary[type, type] = WeakValueDictionary()
+
+
+def sharded_class(cls: type[nn.Module]) -> Any:
+    """The sharded subclass of a class. Modules of one class share it and its compiled code."""
+    made = _classes.get(cls)
+    if made is None:
+        pass_over_frames(ShardedModule.__call__, _run)
+        made = _classes[cls] = type(f"Sharded{cls.__name__}", (ShardedModule, cls), {})
+    return made
+
+
+def _run(
+    module: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `run` as a forward of the module's unit. Collective."""
+    unit = module._flat_param
+    schedule = unit.schedule
+    depth = schedule.depth
+    try:
+        args, kwargs = schedule.pre_forward(schedule, unit, args, kwargs)
+        return schedule.post_forward(schedule, unit, module, run(*args, **kwargs))
+    except BaseException:
+        schedule.stop(depth)
+        raise
 
 
 class ShardedModule(nn.Module):
     """What `fully_shard` adds to a module's class. Do not create it by hand.
 
-    Methods that communicate must be called on every rank.
+    Methods marked "Collective" must be called on every rank; no other communicates. Every rank must
+    make the same settings, with `recurse` also for the units inside.
     """
 
     _flat_param: Unit
-    _flat_param_class: type[nn.Module]
     # Attributes of FSDP2's modules: transformers' generate() keeps ranks in step, dynamo compiles.
     _is_fsdp_managed_module: ClassVar[bool] = True
     _fsdp_use_orig_params: ClassVar[bool] = True
-    _flat_param_methods: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with whole parameters. Collective."""
-        return run_unit(self, super().__call__, args, kwargs)
+        return _run(self, super().__call__, args, kwargs)
 
     def register_forward_method(self, name: str) -> None:
         """Make a method run like a call of the module, with full parameters. Collective.
@@ -55,16 +82,31 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: the class has no such method, or it is the module's own call.
         """
-        self.__class__ = with_method(type(self), name)
+        method = inspect.getattr_static(type(self), name, None)
+        if not inspect.isfunction(method) or name in vars(nn.Module):
+            raise StateError(
+                f"flat_param.register_forward_method: {name!r} is not a method that "
+                f"{type(self).__name__} defines, but only such methods can run with whole "
+                "parameters. Pass the name of one; forward needs no registration."
+            )
+        module_ref = weakref.ref(self)
+
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            module = module_ref()
+            return _run(module, functools.partial(method, module), args, kwargs)
+
+        pass_over_frames(run)
+        object.__setattr__(self, name, run)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's own parameters now, and show them. Collective.
 
         Units inside are left alone. Parameters stay full until `reshard()`, or until the unit's
         next forward or backward has ended; that forward does not gather then. Computations with
-        them lead backward into the unit. As with FSDP2, in-place writes to them are lost when they
-        are resharded: write to `parameters()` before, or under `whole_params(write_back=True)`. A
-        parameter that is re-assigned is kept. `parameters()` returns the full tensors meanwhile, so
+        them lead backward into the unit. As with FSDP2, parameters that are written to or
+        re-assigned meanwhile are lost when they are resharded: change `parameters()` before, or
+        under `whole_params(write_back=True)`. `parameters()` returns the full tensors meanwhile, so
         make optimizers and read gradients after `reshard()`. In the unit's own forward or backward
         they are full already, and nothing happens.
 
@@ -74,13 +116,14 @@ class ShardedModule(nn.Module):
         Returns:
             With `async_op`, a handle whose `wait()` shows the parameters; None otherwise.
         """
-        if _switches.checked_choice(async_op, "unshard"):
-            return begin_unshard(self._flat_param)
-        begin_unshard(self._flat_param).wait()
-        return None
+        is_async = checked_flag(async_op, "unshard")
+        handle = begin_unshard(self._flat_param)
+        if not is_async:
+            handle.wait()
+        return handle if is_async else None
 
     def reshard(self) -> None:
-        """Free this unit's own full parameters until they are needed. Not a collective.
+        """Free this unit's own full parameters until they are needed.
 
         Tensors that were taken from the module while it was unsharded lose their memory. A later
         backward gathers them again: every rank must call this, or none.
@@ -93,81 +136,63 @@ class ShardedModule(nn.Module):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Set whether backward passes reduce gradients, until it is set again. Not a collective.
-
-        `no_sync` does this temporarily. Every rank must set the same.
-
-        Args:
-            requires_gradient_sync: whether to reduce.
-            recurse: must be True: the units of a tree reduce together.
+        """Set whether backward passes reduce gradients; `no_sync` does this temporarily.
 
         Raises:
-            StateError: `recurse` is False, or the module is not the outermost unit.
+            StateError: `recurse` is False, or the module is not the outermost unit: the units of a
+                tree reduce together.
         """
         name = "set_requires_gradient_sync"
-        sums = _switches.checked_choice(requires_gradient_sync, name)
-        _switches.check_tree(self._flat_param, recurse=recurse)
-        self._flat_param.schedule.sync = sums
+        if self._flat_param.name or not recurse:
+            raise StateError(
+                f"flat_param.{name}: called for one unit alone, but the units of a tree sum their "
+                "gradients together. Call it on the outermost module, with recurse."
+            )
+        self._flat_param.schedule.sync = checked_flag(requires_gradient_sync, name)
 
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool | int, recurse: bool = True
-    ) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether full parameters are freed between forward and backward.
 
         True is ZeRO-3, False is ZeRO-2; the outermost unit's stay in any case, as its backward
-        begins at once. Every rank must set the same. A forward without gradients always frees them.
-
-        With a number n, every n neighbouring ranks together keep one full copy, so backward gathers
-        within one machine. Then it is a collective.
-
-        Args:
-            reshard_after_forward: whether they are freed until backward, or n.
-            recurse: also for the units inside.
+        begins at once. A forward without gradients always frees them.
 
         Raises:
-            StateError: the number does not divide the ranks that share a unit. Nothing is changed.
+            StateError: it is a number of ranks; use a mesh with two axes.
         """
-        _switches.free_after_forward(self._units(recurse), reshard_after_forward)
+        frees = checked_flag(reshard_after_forward, "set_reshard_after_forward")
+        for unit in self._units(recurse):
+            unit.frees_after_forward = frees
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool | None, *, recurse: bool = True
     ) -> None:
-        """Set whether full parameters are freed after backward. Not a collective.
+        """Set whether full parameters are freed after backward; None restores the default.
 
         By default they are, except those that stay after forward, inside `no_sync`, and all after a
         backward with `create_graph=True`, until the one through its graph is over. If they stay,
-        the next forward gathers nothing, unless a parameter has changed. Ranks must set the same.
-
-        Args:
-            reshard_after_backward: whether they are freed; None restores the default.
-            recurse: also for the units inside.
+        the next forward gathers nothing, unless a parameter has changed.
         """
         frees = reshard_after_backward
         if frees is not None:
-            frees = _switches.checked_choice(frees, "set_reshard_after_backward")
+            frees = checked_flag(frees, "set_reshard_after_backward")
         for unit in self._units(recurse):
             unit.frees_after_backward = frees
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward passes reduce gradients over the first axis of a mesh with two.
 
-        Not a collective. If False, gradients are reduced over the ranks that share the parameters,
-        this rank's part is kept, and no `.grad` is set. The first backward that also reduces over
-        replicas then sets `.grad` to the sum. Every rank must set the same.
-
-        Args:
-            requires_all_reduce: whether to reduce over replicas.
-            recurse: also for the units inside.
+        If False, gradients are reduced over the ranks that share the parameters, this rank's part
+        is kept, and no `.grad` is set. The first backward that also reduces over replicas then sets
+        `.grad` to the sum.
         """
-        sums = _switches.checked_choice(requires_all_reduce, "set_requires_all_reduce")
+        sums = checked_flag(requires_all_reduce, "set_requires_all_reduce")
         for unit in self._units(recurse):
             unit.reduction = replace(unit.reduction, sums_copies=sums)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Set the divisor of this unit's own gradient sums. Not a collective.
+        """Set the divisor of this unit's own gradient sums; units inside are left alone.
 
-        The default is the number of ranks: gradients are means. Units inside are left alone, as in
-        FSDP2; every rank must set the same. Applies to all reductions from now on.
+        The default is the number of ranks: gradients are means.
 
         Args:
             factor: above 0; 1 gives sums; None restores the mean.
@@ -178,8 +203,8 @@ class ShardedModule(nn.Module):
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object] | None) -> None:
         """Set a function that changes this unit's own sums in place before the division.
 
-        Not a collective, but the function may be one: it is called on every rank in the same order.
-        Units inside are left alone.
+        It is called on every rank in the same order, so it may communicate. Units inside are left
+        alone.
 
         Args:
             hook: called with this rank's part of a sum, `(shard,)`, in the reduce dtype, once for
@@ -188,30 +213,11 @@ class ShardedModule(nn.Module):
         unit = self._flat_param
         unit.reduction = replace(unit.reduction, on_sum=hook)
 
-    def register_comm_hook(self, state: object, hook: Callable[..., object] | None) -> None:
-        """Set a function that reduces gradients of this unit and those inside. Not a collective.
-
-        Its result is the gradient: it replaces reduction, division and all other settings for them.
-        The hooks of `torch.distributed.algorithms._comm_hooks` work. The function is called on
-        every rank in the same order; give it a separate process group if some ranks leave units
-        out.
-
-        Args:
-            state: its first argument.
-            hook: called as `hook(state, full, part)`: this rank's gradients, `(ranks * shard,)`, in
-                the reduce dtype, and the buffer for its part of the result, `(shard,)`; if a rank
-                has all, as `hook(state, full)`, to be changed in place. None restores the default.
-        """
-        own = None if hook is None else partial(hook, state)
-        for unit in self._units():
-            unit.reduction = replace(unit.reduction, in_place=own)
-
     def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
-        """Set which units are gathered when this one's forward begins to compute. Not a collective.
+        """Set which units are gathered when this one's forward begins to compute.
 
         By default it is the unit that came next in the last pass. Units that have begun already are
         skipped, and units that are listed but not used are freed when the outermost forward ends.
-        Every rank must set the same.
 
         Args:
             modules: sharded modules of the same tree, in the order in which they are gathered; an
@@ -220,8 +226,7 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: it is not a list of such modules.
         """
-        unit, name = self._flat_param, "set_modules_to_forward_prefetch"
-        unit.schedule.lists.forward[unit] = _switches.listed_units(unit, modules, name)
+        self._flat_param.forward_prefetch = self._listed(modules, "forward")
 
     def set_modules_to_backward_prefetch(self, modules: list[ShardedModule]) -> None:
         """Set which units are gathered when this one's backward begins to compute.
@@ -234,8 +239,19 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: it is not a list of such modules.
         """
-        unit, name = self._flat_param, "set_modules_to_backward_prefetch"
-        unit.schedule.lists.backward[unit] = _switches.listed_units(unit, modules, name)
+        self._flat_param.backward_prefetch = self._listed(modules, "backward")
+
+    def _listed(self, modules: Any, kind: str) -> tuple[Unit, ...]:
+        own = self._flat_param
+        is_list = isinstance(modules, Iterable) and not isinstance(modules, ShardedModule)
+        units = [getattr(each, "_flat_param", own) for each in modules] if is_list else [own]
+        if any(each is own or each.schedule is not own.schedule for each in units):
+            raise StateError(
+                f"flat_param.set_modules_to_{kind}_prefetch: modules must be a list of other "
+                "sharded modules below one outermost unit. Call fully_shard on each, and on a "
+                "module around them."
+            )
+        return tuple(units)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -252,16 +268,15 @@ class ShardedModule(nn.Module):
             schedule.sync = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, also those accumulated inside `no_sync`. Not a collective.
+        """Clear gradients, also those accumulated inside `no_sync`.
 
         An optimizer's `zero_grad()` clears only `.grad`.
         """
         for unit in units_below(self):
             unit.schedule.drop_accumulated()
         super().zero_grad(set_to_none)
-        for unit in (each for each in self._units() if each.sites.shows):
-            for grads in unit.grads:
-                grads.clear(set_to_none)
+        for grads in (each for unit in self._units() if unit.is_shown for each in unit.grads):
+            grads.clear(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective.
@@ -275,11 +290,10 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: `max_norm` is not 0 or more, or `norm_type` is 0 or no number.
         """
-        grads = {id(each): each.grad for each in self._all_params() if each.grad is not None}
         max_norm, norm_type = checked_norms(max_norm, norm_type)
-        own, segments = self._flat_param, [each for unit in self._units() for each in unit.grads]
-        norm = norm_of(grads, norm_type, of=segments, ignored=own.ignored, comms=own.comms)
-        clip_(grads.values(), norm, max_norm)
+        own, params = self._flat_param, {id(each): each for each in self._all_params()}.values()
+        norm = norm_over(norm_parts(params, ignored=own.ignored, comms=own.comms), norm_type)
+        clip_([each.grad for each in params if each.grad is not None], norm, max_norm)
         return norm
 
     @contextmanager
@@ -290,12 +304,11 @@ class ShardedModule(nn.Module):
         `state_dict()` returns them.
 
         Args:
-            write_back: keep values that were written to them or replaced them; every rank must
-                write the same.
+            write_back: keep values that were written to them; every rank must write the same.
 
         Raises:
             StateError: called in forward or backward, or inside another one.
-            ParameterError: one was replaced by another shape, and is to be written back.
+            ParameterError: one was replaced, and is to be written back.
         """
         with full_params(self, write_back=write_back):
             yield
@@ -319,7 +332,7 @@ class ShardedModule(nn.Module):
                 yield from part.held.params
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
-        units_at_rest(self)
+        units_at_rest(self, "to")
         super()._apply(fn, recurse)
         for unit in self._units(recurse):
             unit.rebind()
@@ -336,3 +349,16 @@ class ShardedModule(nn.Module):
             f"flat_param.fully_shard: {type(self).__name__} cannot be pickled, but a sharded "
             "module holds process groups. Save its state_dict(), or use save_sharded."
         )
+
+
+def checked_flag(value: object, function: str) -> bool:
+    """The value, if it is True or False.
+
+    Raises:
+        StateError: it is not a bool.
+    """
+    if not isinstance(value, bool):
+        is_count = isinstance(value, int) and "reshard_after_forward" in function
+        hint = ", or shard over fewer ranks with a 2-D mesh (replicate, shard)" if is_count else ""
+        raise StateError(f"flat_param.{function}: got {value!r}. Pass True or False{hint}.")
+    return value

@@ -15,18 +15,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .._errors import ParameterError
 from .._torch_compat import without_torch_function
-from ..buffers._dtensors import DTensorPlace, as_plain, local_of, place_of_dtensor
-from ..buffers._views import ParamViews, memory_order, param_view, param_views, zeros
-from ..comm._comm import Communicator, Pending
+from ..buffers._dtensors import as_plain, local_of, place_of_dtensor
+from ..buffers._views import ParamViews, memory_order, param_views, zeros
+from ..comm._clip import spread_of
+from ..comm._comm import Pending
 from ..comm._groups import CommGroups
 from ..layout._layout import Segment
 from ..layout._options import UnitOptions
-from ..layout._param_shard import keeps_dims, make_param_shards
 from ..layout._shard import plan_shard
-from ._guards import mark_param
 from ._host_copies import HostCopy
 from ._param_piece import ParamPiece, PieceSegment
+from ._piece_tensors import be_piece
 
 
 class ShardedParams:
@@ -43,7 +44,7 @@ class ShardedParams:
     Attributes:
         held: the optimizer's parameters as views of the shard.
         leaves: the full parameters that the module computes with, in layout order.
-        places: placements of the leaves that are DTensors; None for others.
+        pieces: the piece of each parameter.
     """
 
     def __init__(
@@ -61,21 +62,13 @@ class ShardedParams:
         self.device = device
         world_size = comms.gather.world_size
         self.plan = plan_shard(segment.layout, world_size=world_size, boundary=options.boundary)
-        self.pieces = make_param_shards(self.plan, comms.gather.rank)
-        self.places = tuple(place_of_dtensor(param) for param in params)
+        self.pieces = self._make_pieces(params)
         home = torch.device("cpu") if options.cpu_offload else device
-        self.shard = self._zero_shard(segment.layout.dtype, home)
+        dtype, numel = segment.layout.dtype, self.plan.shard_numel
+        self.shard = zeros(numel, dtype=dtype, device=home, pinned=self.pins(home))
         self.held = self._move_into_shard(params)
-        self._mark_pieces()
+        self._mark_params()
         self._make_full()
-
-    @property
-    def params(self) -> tuple[nn.Parameter, ...]:
-        """The optimizer's parameters, in layout order."""
-        return tuple(self.held.params)
-
-    def _zero_shard(self, dtype: torch.dtype, home: torch.device) -> Tensor:
-        return zeros(self.plan.shard_numel, dtype=dtype, device=home, pinned=self.pins(home))
 
     @torch.no_grad()
     def _move_into_shard(self, params: Sequence[nn.Parameter]) -> ParamViews:
@@ -87,33 +80,19 @@ class ShardedParams:
             moved.append(as_plain(param, views[index]))
         return ParamViews(moved, views)
 
-    def _mark_pieces(self) -> None:
-        world_size = self.plan.world_size
-        known: Sequence[ParamPiece] = getattr(self, "param_pieces", ())
-        segment = PieceSegment(self.plan, self.comms.gather, self.device)
-        self.param_pieces = [
-            ParamPiece(piece, index, segment, self.places[index])
-            for index, piece in enumerate(self.pieces)
-        ]
-        for piece_now, before in zip(self.param_pieces, known, strict=False):
-            piece_now.follow(before)
-        for index, (piece, param) in enumerate(zip(self.pieces, self.held.params, strict=True)):
-            mark_param(
-                param,
-                name=piece.spec.name,
-                world_size=world_size,
-                comms=self._ranks_with(self.places[index]),
-                whole=tuple(piece.spec.shape),
-                piece=self.param_pieces[index],
-            )
+    def _make_pieces(self, params: Sequence[nn.Parameter]) -> tuple[ParamPiece, ...]:
+        comms = self.comms
+        segment = PieceSegment(self.plan, comms.gather, comms.replicate, self.device)
+        parts = {part.index: part for part in self.plan.parts(comms.gather.rank)}
+        made = []
+        for index, place in enumerate(map(place_of_dtensor, params)):
+            spread = (comms.reduce, *spread_of(place, comms.log))
+            made.append(ParamPiece(index, parts.get(index), segment, place=place, spread=spread))
+        return tuple(made)
 
-    def _ranks_with(self, place: DTensorPlace | None) -> tuple[Communicator, ...]:
-        """Return communicators to all ranks that step a parameter together with this one."""
-        known = (self.comms.reduce, self.comms.replicate)
-        if place is None:
-            return known
-        axes = map(place.mesh.get_group, range(place.mesh.ndim))
-        return (*known, *[Communicator(each, log=self.comms.log) for each in axes])
+    def _mark_params(self) -> None:
+        for param, piece in zip(self.held.params, self.pieces, strict=True):
+            be_piece(param, piece)
 
     def _make_full(self) -> None:
         dtype = self.options.precision.compute_dtype(self.shard.dtype)
@@ -134,7 +113,7 @@ class ShardedParams:
 
     def placed(self, index: int, local: Tensor) -> Tensor:
         """Return a parameter as the module has it; `local` is this rank's part."""
-        place = self.places[index]
+        place = self.pieces[index].place
         return local if place is None else place.over(local)
 
     def pins(self, home: torch.device) -> bool:
@@ -149,23 +128,19 @@ class ShardedParams:
 
     @property
     def version(self) -> int:
-        """A number that changes with every in-place change of a parameter."""
-        with without_torch_function():
-            return sum([param._version for param in self.held.params])
+        """A number that changes with every in-place change of a parameter, and with every step.
 
-    def leaves_out(self, index: int) -> bool:
-        """Whether the optimizer skips the parameter here, because another rank has all of its rows.
-
-        Optimizers that need full tensors would divide by zero elements there.
+        Steps count on all ranks, also on those without elements.
         """
-        divided = self.plan.world_size > 1 and keeps_dims(self.plan)
-        return divided and not self.pieces[index].numel
+        with without_torch_function():
+            versions = sum([param._version for param in self.held.params])
+        return versions + self.pieces[0].segment.steps
 
     def start_gather(self) -> Pending | None:
         """Begin to fill the full buffer from every rank's shard. Collective."""
-        if self.full is self.shard:
+        if self.aliased:
             return None
-        alloc_storage(self.full)
+        self.full.untyped_storage().resize_(self.full.nbytes)
         return self.gather_into(self.full)
 
     def gather_into(self, full: Tensor) -> Pending:
@@ -190,53 +165,55 @@ class ShardedParams:
         if not self.aliased:
             self._make_full()
 
-    def has_moved(self, index: int) -> bool:
-        """Whether a leaf has other memory than the full buffer's."""
-        leaf = local_of(self.leaves[index])
-        return leaf.untyped_storage().data_ptr() != self.full.untyped_storage().data_ptr()
-
-    def attach_leaf(self, index: int) -> None:
-        """Give a leaf its part of the full buffer again."""
-        view = param_view(self.full, self.segment.layout, index)
-        local_of(self.leaves[index]).data = view.data
+    def attach_leaves(self) -> None:
+        """Give leaves that have other memory, as after `leaf.data = ...`, the full buffer again."""
+        memory = self.full.untyped_storage().data_ptr()
+        for leaf, view in zip(
+            map(local_of, self.leaves), param_views(self.full, self.segment.layout), strict=True
+        ):
+            if leaf.untyped_storage().data_ptr() != memory:
+                leaf.data = view.data
 
     def free(self) -> None:
-        """Free the full buffer's memory; the leaves stay."""
+        """Free the full buffer's memory; the leaves stay, and are valid after the next gather."""
         if not self.aliased:
-            free_storage(self.full)
+            self.full.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def load_full(self, index: int, whole: Tensor) -> None:
         """Copy this rank's piece of a full parameter, of any dtype. Not a collective."""
         piece = self.pieces[index]
-        whole = self.local_of_value(index, whole)
+        whole = whole if piece.place is None else piece.place.local_of_value(whole)
         if piece.numel:
             elements = memory_order(whole, piece.spec)[piece.start : piece.stop]
             piece.flat(self.shard).copy_(elements)
 
-    def fits(self, index: int, value: Tensor) -> bool:
-        """Whether a value is a full parameter, or this rank's piece of one."""
-        piece = self.pieces[index]
-        return tuple(value.shape) in (tuple(piece.spec.shape), tuple(piece.shape))
-
     @torch.no_grad()
-    def load(self, index: int, value: Tensor) -> None:
-        """Copy a value that fits, and make the parameter a view of the shard again."""
-        if tuple(value.shape) == tuple(self.pieces[index].spec.shape):
-            self.load_full(index, value)
-        else:
-            self.held.views[index].copy_(value)
-        self.held.attach(index)
+    def take_moved(self) -> bool:
+        """Copy values that parameters have in other memory into the shard; whether there are any.
+
+        Raises:
+            ParameterError: one has another shape than the piece.
+        """
+        moved = self.held.moved()
+        for index in moved:
+            values, view = self.held.params[index].detach(), self.held.views[index]
+            if values.shape != view.shape:
+                self.held.attach(index)
+                name = self.pieces[index].name
+                raise ParameterError(
+                    f"flat_param.fully_shard: the data of parameter '{name}' was replaced by a "
+                    f"tensor of shape {tuple(values.shape)}, but this rank's piece has "
+                    f"{tuple(view.shape)}. The piece is back. Load full values by "
+                    "load_state_dict, or write them under whole_params(write_back=True)."
+                )
+            self.held.take(index, values)
+        return bool(moved)
 
     @torch.no_grad()
     def write(self, index: int, elements: Tensor) -> None:
         """Copy this rank's elements of a parameter, 1-D, into the shard. Not a collective."""
         self.pieces[index].flat(self.shard).copy_(elements)
-
-    def local_of_value(self, index: int, value: Tensor) -> Tensor:
-        """Return this rank's part of a value for a parameter, after tensor parallelism."""
-        place = self.places[index]
-        return value if place is None else place.local_of_value(value)
 
     @torch.no_grad()
     def rebind(self, tensors: Sequence[Tensor]) -> None:
@@ -246,7 +223,7 @@ class ShardedParams:
             tensors: in layout order, each of its piece's shape; all of one dtype and device.
         """
         dtype, home = tensors[0].dtype, tensors[0].device
-        moved = self._zero_shard(dtype, home)
+        moved = zeros(len(self.shard), dtype=dtype, device=home, pinned=self.pins(home))
         views = [piece.view(moved) for piece in self.pieces]
         for view, tensor in zip(views, tensors, strict=True):
             view.copy_(tensor)
@@ -256,25 +233,10 @@ class ShardedParams:
         self.shard = moved
         if remade:
             self._make_full()
-        self._mark_pieces()
-
-
-def placement_of(parts: Sequence[ShardedParams]) -> str:
-    """Describe dtypes and device types of shards, in words that are the same on every rank."""
-    kinds = (f"{part.shard.dtype} on {part.shard.device.type}" for part in parts)
-    return f"parameters are {', '.join(kinds)}"
+        self.pieces[0].segment.device = self.device
+        self._mark_params()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a flat tensor of any dtype as bytes, so that every backend can move it."""
     return tensor.view(torch.uint8)
-
-
-def alloc_storage(tensor: Tensor) -> None:
-    """Give a flat tensor its storage again, uninitialised."""
-    tensor.untyped_storage().resize_(tensor.nbytes)
-
-
-def free_storage(tensor: Tensor) -> None:
-    """Free a flat tensor's storage; its views stay, and are valid again after `alloc_storage`."""
-    tensor.untyped_storage().resize_(0)

@@ -6,13 +6,14 @@ sharded parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from .._errors import FlatParamError, StateError
+from .._errors import FlatParamError
+from ..buffers._views import flat_view
 from ._by_hand import put_to_rest
 from ._param_sites import ParamSite
 from ._unit import Unit
@@ -32,18 +33,8 @@ def install_module_hooks(module: nn.Module, unit: Unit) -> None:
 
 
 def _before(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if not unit.sites.shows_copies:
-        _rest(unit, "state_dict")
-
-
-def _rest(unit: Unit, method: str) -> None:
-    unit.schedule.settle()
-    if unit.schedule.depth or unit.schedule.backward is not None:
-        raise StateError(
-            f"flat_param.{method}: called inside forward or backward, where the module has "
-            "unsharded parameters. Call it between steps."
-        )
-    put_to_rest(unit)
+    if unit.sites.copies is None:
+        put_to_rest(unit, "state_dict")
 
 
 def _present(
@@ -54,17 +45,13 @@ def _present(
     prefix: str,
     metadata: Any,
 ) -> None:
-    if unit.sites.shows_copies:
+    if unit.sites.copies is not None:
         return
-    from ._flat_shard import flat_view
-
-    for name, site in _named(sites, prefix):
+    for site in sites:
+        name, param = prefix + site.key, site.part.held.params[site.index]
         if isinstance(state.get(name), Tensor):
-            param = site.part.params[site.index]
-            piece = site.part.param_pieces[site.index]
-            state[name] = (
-                param.detach() if piece.is_plain else piece.present(flat_view(param, param))
-            )
+            plain = site.piece.is_plain
+            state[name] = param.detach() if plain else site.piece.present(flat_view(param, param))
 
 
 def _take(
@@ -79,26 +66,18 @@ def _take(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    _rest(unit, "load_state_dict")
+    put_to_rest(unit, "load_state_dict")
     unit.reshard()
-    for name, site in _named(sites, prefix):
-        value, param = state.get(name), site.part.params[site.index]
+    for site in sites:
+        name, param = prefix + site.key, site.part.held.params[site.index]
+        value = state.get(name)
         if not isinstance(value, Tensor) or value is param:
             continue  # torch passes the module's own parameters for missing values
         try:
-            elements = site.part.param_pieces[site.index].elements(value, name)
+            elements = site.piece.elements(value, name)
         except FlatParamError as error:
             errors.append(str(error))
-            state[name] = param
-            continue
-        if elements.data_ptr() == param.data_ptr():  # read in place, see checkpoint/_load.py
-            state[name] = param
-            continue
-        state[name] = elements.as_strided(param.shape, param.stride())
-        if metadata.get("assign_to_params_buffers"):
-            site.part.write(site.index, elements)
-            state[name] = param
-
-
-def _named(sites: Sequence[ParamSite], prefix: str) -> Iterator[tuple[str, ParamSite]]:
-    return ((prefix + site.key, site) for site in sites)
+        else:
+            if elements.data_ptr() != param.data_ptr():  # not read in place by load_sharded
+                site.part.write(site.index, elements)
+        state[name] = param

@@ -18,8 +18,7 @@ from torch.nn.modules.module import (
 
 from .._errors import StateError
 from ..buffers._dtensors import is_dtensor
-from ._schedule import Schedule
-from ._unit_params import UnitParams
+from ._unit import Unit
 
 _registrations = [0]
 
@@ -36,7 +35,7 @@ def _count(module: nn.Module, name: str, registered: Any) -> None:
         _registrations[0] += 1
 
 
-def check_strays(function: str, module: nn.Module, units: Iterable[UnitParams]) -> None:
+def check_strays(function: str, module: nn.Module, units: Iterable[Unit]) -> None:
     """Refuse a trainable parameter of a sharded module that belongs to no unit.
 
     Not a collective. Frozen ones are allowed, like buffers.
@@ -67,11 +66,10 @@ def check_strays(function: str, module: nn.Module, units: Iterable[UnitParams]) 
                 )
 
 
-def look_for_strays(unit: UnitParams, schedule: Schedule) -> None:
+def look_for_strays(unit: Unit, units: Iterable[Unit]) -> None:
     """Check before a forward of an outermost unit, if there was a registration."""
     now = _registrations[0]
-    if unit.looked_at == now:
-        return
-    for module in unit.modules() if not schedule.depth else ():
-        check_strays("fully_shard", module, schedule.units)
-    unit.looked_at = now
+    if unit.looked_at != now:
+        for module in unit.modules():
+            check_strays("fully_shard", module, units)
+        unit.looked_at = now

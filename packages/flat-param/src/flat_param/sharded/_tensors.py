@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from types import MethodType
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from .._torch_compat import is_view
 
@@ -55,36 +50,21 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        made = {key: map_tensors(item, change) for key, item in value.items()}
-        if type(value) is dict:
-            return made
-        return _with_items(value, made)
+        made = {} if type(value) is dict else copy.copy(value)  # with its class and attributes
+        for key, item in value.items():
+            made[key] = map_tensors(item, change)
+        return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
+        return type(value)(*[map_tensors(item, change) for item in value])
     if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(item, change) for item in value)
+        return type(value)([map_tensors(item, change) for item in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _with_fields(value, change)
+        found = copy.copy(value)  # runs no `__init__`
+        for item in dataclasses.fields(value):
+            new = map_tensors(getattr(value, item.name), change)
+            object.__setattr__(found, item.name, new)  # it may be frozen
+        return found
     return value
-
-
-def _with_fields(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Copy a dataclass, also a frozen one, with its tensors mapped; runs no `__init__`."""
-    made = copy.copy(value)
-    for item in dataclasses.fields(value):
-        object.__setattr__(made, item.name, map_tensors(getattr(value, item.name), change))
-    return made
-
-
-def _with_items(value: dict[Any, Any], items: dict[Any, Any]) -> Any:
-    """Make a dict of the class of `value`, with its attributes and these items."""
-    try:
-        made = copy.copy(value)
-        for key, item in items.items():
-            made[key] = item
-    except TypeError:  # a read-only class
-        return type(value)(items)
-    return made
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
@@ -92,47 +72,6 @@ def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return value
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-
-class InputHooks:
-    """Hooks on input tensors, one per tensor, even if it is an input several times.
-
-    Args:
-        told: a method that is called when an input's gradient is computed; held by a weak
-            reference.
-
-    Attributes:
-        count: inputs hooked since the last `clear`.
-    """
-
-    def __init__(self, told: Callable[[], None]) -> None:
-        assert isinstance(told, MethodType)
-        self.count = 0
-        self._told = weakref.WeakMethod(told)
-        self._hooked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self._handles: dict[int, RemovableHandle] = {}
-
-    def add(self, inputs: Any) -> None:
-        """Hook the tensors in `inputs`, each once."""
-        for tensor in tensors_in(inputs):
-            if tensor.requires_grad and self._hooked.get(id(tensor)) is not tensor:
-                self.count += 1
-                self._hooked[id(tensor)] = tensor
-                self._handles[id(tensor)] = tensor.register_hook(partial(_tell, self._told))
-
-    def clear(self) -> None:
-        """Remove all hooks."""
-        self.count = 0
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
-        self._hooked.clear()
-
-
-def _tell(told: weakref.WeakMethod[Any], _: Tensor) -> None:
-    method = told()
-    if method is not None:
-        method()
 
 
 def hook_nodes(tensors: Iterable[Tensor], told: Callable[[object], None]) -> bool:

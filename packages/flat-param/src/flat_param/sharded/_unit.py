@@ -1,50 +1,115 @@
-"""The forward and backward of one unit on this rank.
+"""The parameters of one unit on this rank: gathered, shown, freed, with hooks on their leaves.
 
-A unit is resharded in backward once its parameters are no longer read: after the gradients of its
-leaves, of leaves of units that ran inside its forward, of its inputs, and of ignored parameters. If
-no input has a gradient and some leaf gets none, the graph may pass through the unit by another
-tensor, such as one stored in its module. The unit then stays unsharded until the end of backward,
-and so does a unit without an output tensor to hook.
+Pieces get no gradient. If a backward reaches a piece, code outside of the unit used it like a full
+parameter, so an error is raised.
 
-A leaf that this backward does not reach may belong to a nested backward (reentrant checkpoints).
-Gradients are then reduced when all inputs have gradients, or at the end.
+`_schedule` decides when to gather and free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from .._errors import StateError
-from ..comm._capturing import refuse_capture
-from ._passes import UnitBackward, too_late
-from ._schedule import Schedule
-from ._sharded_grads import ShardedGrads
-from ._strays import look_for_strays
-from ._tensors import cast_floats, hook_nodes, tensors_in
-from ._unit_params import UnitParams
+from .._torch_compat import will_run, without_torch_function
+from ..buffers._owners import Owner
+from ..comm._capturing import is_capturing
+from ..comm._comm import Pending
+from ..comm._groups import CommGroups
+from ..layout._options import UnitOptions
+from ._param_piece import ParamPiece
+from ._param_sites import ParamSite, ParamSites
+from ._piece_tensors import outside_unit
+from ._sharded_grads import Reduction, ShardedGrads
+from ._sharded_params import ShardedParams
+from ._tensors import tensors_in
 
 
-class Unit(UnitParams):
-    """The parameters of one module, or of a list of modules, that are unsharded together."""
+class Unit:
+    """The parameters of one module, or of a list of modules, that are unsharded together.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # Functions, because a bound method would keep its unit alive until a garbage collection.
-        self.begin_forward, self.end_forward = _uncompiled_ends()
+    Attributes:
+        name: qualified name of the module below the outermost unit; "" for the outermost unit.
+        owners: registered owners of the unit's parameters and of the ignored ones.
+        parts: its segments.
+        ignored: ignored parameters of its module and of inner units; see _ignored.py.
+        ignored_places: where they are registered, by `id` of a module's parameters, and key.
+        grads: gradients of the trainable segments.
+        is_unsharded: whether every leaf may be read.
+        around: units in whose forward this unit ran since the last backward.
+        frees_after_forward: whether it is resharded between forward and backward.
+        frees_after_backward: whether it is resharded after backward; None: see `Schedule._release`.
+        reduction: how its gradients are reduced.
+        forward_prefetch: units that are gathered when its forward begins; empty for the default.
+        backward_prefetch: the same for its backward.
+        looked_at: number of registrations at the last search for strays.
+        nodes: graph nodes that accumulate the gradients of the leaves.
+        leaf_count: number of leaves, including frozen ones.
+        input_count: inputs hooked since the last `forget_inputs`.
+        is_by_hand: whether a user called `unshard()`, and no forward or backward has begun since.
+        is_shown: whether the module has the leaves because of that call.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[ShardedParams],
+        sites: Sequence[ParamSite],
+        *,
+        comms: CommGroups,
+        options: UnitOptions,
+        schedule: object,
+        ignored: Sequence[nn.Parameter] = (),
+        modules: Sequence[nn.Module] = (),
+    ) -> None:
+        self.name = ""
+        self._modules = tuple(map(weakref.ref, modules))
+        self.module_count = len(modules)
+        self.looked_at = -1
+        self.owners: tuple[Owner, ...] = ()
+        self.parts = tuple(parts)
+        self.ignored = tuple(ignored)
+        self.ignored_places = frozenset(_places(modules, ignored))
+        self.sites = ParamSites(sites)
+        self.comms = comms
+        self.options = options
+        self.join(schedule)
+        self.grads: tuple[ShardedGrads, ...] = ()
+        self.around: set[Unit] = set()
+        self.frees_after_forward = True
+        self.frees_after_backward: bool | None = None
+        self.reduction = Reduction()
+        self.forward_prefetch: tuple[Unit, ...] = ()
+        self.backward_prefetch: tuple[Unit, ...] = ()
+        self.is_unsharded = self.is_by_hand = self.is_shown = False
+        self._gathering: list[Pending | None] | None = None
+        self._version: tuple[int, bool] | None = None
+        self.nodes: list[Any] = []
+        self._piece_nodes: list[Any] = []
+        self.input_count = 0
+        self._inputs: dict[int, tuple[weakref.ref[Tensor], RemovableHandle]] = {}
+        self._use_leaves()
+
+    def join(self, schedule: object) -> None:
+        """Use the schedule of a tree. It refers to all units, so only modules keep it alive."""
+        self._schedule: weakref.ref[Any] = weakref.ref(schedule)
+        for module in self.modules():
+            object.__setattr__(module, "_flat_param_schedule", schedule)
 
     @property
-    def schedule(self) -> Schedule:
-        """The schedule of the unit's tree. It refers to all units, so only modules keep it alive.
+    def schedule(self) -> Any:
+        """The `Schedule` of the unit's tree.
 
         Raises:
             StateError: the modules of the tree were deleted.
         """
-        schedule: Schedule | None = self._schedule()
+        schedule = self._schedule()
         if schedule is None:
             raise StateError(
                 f"flat_param.fully_shard: the module of unit '{self.name}' is deleted, but what is "
@@ -52,100 +117,205 @@ class Unit(UnitParams):
             )
         return schedule
 
-    # Forward.
+    def modules(self) -> list[nn.Module]:
+        """Its modules that still exist."""
+        return [module for each in self._modules if (module := each()) is not None]
 
-    def _begin_forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pre-forward: unshard, and hook the inputs. Collective."""
-        if self.options.cpu_offload and self.parts:
-            refuse_capture(self.name, self.parts[0].device)
-        schedule = self.schedule
-        look_for_strays(self, schedule)
-        schedule.enter(self)
+    def rename(self, name: str, label: str) -> None:
+        """Set the unit's name relative to the outermost unit."""
+        self.name = name
+        self.comms.name(label)
+
+    def _use_leaves(self) -> None:
+        """Hook the leaves of all parts, as they are now."""
+        known = {grads.leaves: grads for grads in self.grads}
+        trained = [part for part in self.parts if part.segment.trainable]
+        self.grads = tuple([known.get(part.leaves) or ShardedGrads(part) for part in trained])
+        self.leaf_count = sum([len(part.leaves) for part in self.parts])
+        self.nodes = []
+        for grads in self.grads:
+            self.nodes += [get_gradient_edge(leaf).node for leaf in grads.leaves]
+            for index, leaf in enumerate(() if grads.leaves in known else grads.leaves):
+                # Weak: the garbage collector does not see the reference that C++ holds to hooks. A
+                # strong hook would keep the unit, its module and its process groups alive.
+                on_grad = partial(_on_grad, weakref.ref(self), weakref.ref(grads), index)
+                leaf.register_post_accumulate_grad_hook(on_grad)
+        self._refuse_grads_of_pieces()
+        self.sites.refresh()
+
+    def _refuse_grads_of_pieces(self) -> None:
+        before, found = set(map(id, self._piece_nodes)), []
+        for part in self.parts:
+            for param, piece in zip(part.held.params, part.pieces, strict=True):
+                with without_torch_function():
+                    is_cut = piece.is_cut and param.requires_grad
+                    node = get_gradient_edge(param).node if is_cut else None
+                if node is not None:
+                    found.append(node)  # kept: a node and its hook last as long as a reference
+                    if id(node) not in before:
+                        node.register_prehook(partial(_refuse_grad, weakref.ref(self), piece))
+        self._piece_nodes = found
+
+    def hook_inputs(self, inputs: Any) -> None:
+        """Hook the tensors in `inputs`, each once, even if it is an input several times."""
+        for tensor in tensors_in(inputs):
+            known = self._inputs.get(id(tensor))
+            if tensor.requires_grad and (known is None or known[0]() is not tensor):
+                self.input_count += 1
+                handle = tensor.register_hook(partial(_on_input_grad, weakref.ref(self)))
+                self._inputs[id(tensor)] = weakref.ref(tensor), handle
+
+    def forget_inputs(self) -> None:
+        """Forget the forwards until now: no backward will reach them."""
+        for _, handle in self._inputs.values():
+            handle.remove()
+        self._inputs = {}
+        self.input_count = 0
+        self.around.clear()
+
+    def start_gather(self) -> None:
+        """Begin to unshard the parameters. Collective."""
+        if self.is_unsharded or self._gathering is not None:
+            return
+        self.take_changes()
+        self._version = self._current_version()
+        self._gathering = gathering = []
+        for part in self.parts:
+            gathering.append(part.start_gather())
+
+    def take_changes(self) -> None:
+        """Copy parameters that a user replaced into the shard."""
+        if self.sites.have_changed() and self.sites.take_changes():
+            self._version = None
+
+    def unshard(self) -> None:
+        """Gather the full parameters. Collective, unless they are gathered already."""
+        if not self.is_unsharded:
+            self.start_gather()
+            for pending in self._gathering or ():
+                if pending is not None:
+                    pending.wait()
+            self._gathering, self.is_unsharded = None, True
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the parameters are unsharded, or an all-gather is in flight."""
+        return self.is_unsharded or self._gathering is not None
+
+    def show(self) -> None:
+        """Set the leaves in the module between steps. Not a collective after `start_gather`."""
         self.unshard()
-        self.compute_with_leaves()
-        schedule.prefetch_forward(self)
-        if torch.is_grad_enabled() and schedule.backward is None:
-            self.inputs.add((args, kwargs, self.ignored))
-        dtype = self.options.precision.input_dtype
-        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        self.is_shown = True
+        self.sites.swap_in()
 
-    def _end_forward(self, module: nn.Module, output: Any) -> Any:
-        """Post-forward: hook the outputs, reshard unless backward begins here, cast outputs."""
-        schedule = self.schedule
-        returns = keeps = False
-        if torch.is_grad_enabled():
-            tensors = list(tensors_in(output))
-            told = partial(self._on_output_grad, schedule)
-            returns = hook_nodes(tensors, told) or not tensors
-            keeps = returns and (schedule.depth == 1 or not tensors or not self.frees_after_forward)
-        schedule.leave(self, returns=returns, keeps=keeps, module=module)
-        return cast_floats(output, self.options.precision.output_dtype)
+    def end_show(self) -> None:
+        """Set the optimizer's parameters again; tensors that a user assigned are dropped."""
+        if self.is_shown:
+            for part in self.parts:
+                part.attach_leaves()
+            self.sites.swap_out()
+        self.is_shown = self.is_by_hand = False
 
-    # Backward.
+    def compute_with_leaves(self) -> None:
+        """Set the leaves in the module."""
+        if self.is_by_hand:
+            self.end_show()
+        self.sites.swap_in()
 
-    def _on_output_grad(self, schedule: Schedule, _: object) -> None:
-        """Pre-backward. The graph may be the only reference to the schedule."""
-        state = schedule.standing(self)
-        if state.begun or state.freed:
-            return
-        state.begun = True
-        schedule.gather_for_backward(self)
-        self.unshard()
-        self.compute_with_leaves()
-        self._advance(schedule, state)
+    def reshard(self) -> None:
+        """Put the optimizer's parameters back and free the unsharded ones. Not a collective."""
+        if self.is_by_hand:
+            self.end_show()
+        self.sites.swap_out()
+        if self._gathering is not None:
+            for pending in filter(None, self._gathering):
+                pending.leave()
+            # An interrupted gather may still write to its memory.
+            if len(self._gathering) < len(self.parts):
+                for part in self.parts[len(self._gathering) :]:
+                    part.remake()
+                self._use_leaves()
+        self._gathering = None
+        self.is_unsharded = False
+        for part in self.parts:
+            part.free()
 
-    def on_input_grad(self) -> None:
-        """Handle the gradient of an input or of an ignored parameter.
+    def reshard_if_stale(self) -> None:
+        """Reshard if any parameter has changed since the gather."""
+        if self.is_by_hand:
+            self.end_show()
+        if self.is_gathered:
+            self.take_changes()
+            if self.is_stale:
+                self.reshard()
 
-        It may be the gradient of another loss, so it starts no backward pass.
-        """
-        schedule = self.schedule
-        backward = schedule.backward
-        if backward is not None and not backward.was_stopped and self in backward.units:
-            state = backward.units[self]
-            state.inputs_arrived += 1
-            self._advance(schedule, state)
+    @property
+    def is_stale(self) -> bool:
+        """Whether a step or an assignment changed a parameter after the gather."""
+        return self.is_gathered and self._version != self._current_version()
 
-    def on_inner_grads(self) -> None:
-        """Handle that a unit inside this one's forward has all its gradients."""
-        schedule = self.schedule
-        state = schedule.standing(self)
-        state.inner -= 1
-        self._advance(schedule, state)
+    def _current_version(self) -> tuple[int, bool]:
+        """A gather in a captured graph runs in replays only, so a capture counts too."""
+        captured = bool(self.parts) and is_capturing(self.parts[0].device)
+        return sum([part.version for part in self.parts]), captured
 
-    def on_grad(self, grads: ShardedGrads, index: int) -> None:
-        """Handle the gradient of a leaf."""
-        schedule = self.schedule
-        state = schedule.standing(self)
-        if state.summed:
-            raise too_late(self.name)
-        grads.take(index)
-        state.arrived += 1
-        if state.arrived == state.expected:
-            for outer in self.around:
-                outer.on_inner_grads()
-        self._advance(schedule, state)
+    def rebind(self) -> None:
+        """Update shards and leaves after `module.to()` changed dtype or device."""
+        self.reshard()
+        for part in self.parts:
+            part.rebind([param.detach() for param in part.held.params])
+        self._use_leaves()
 
-    def _advance(self, schedule: Schedule, state: UnitBackward) -> None:
-        """Reduce and reshard as soon as the module's docstring allows it."""
-        if not state.begun or state.arrived < state.expected or state.freed:
-            return
-        inputs, missing = self.inputs.count, self.inputs.count - state.inputs_arrived
-        if state.expected == len(self.nodes) or (inputs and missing <= 0):
-            schedule.on_grads(self)
-        if state.inner or missing > 0 or not (inputs or state.expected == self.leaf_count):
-            return
-        state.freed = True
-        schedule.release(self)
+    def count_expected(self) -> int:
+        """Leaves that will get a gradient in the running backward."""
+        return sum(map(will_run, self.nodes))
+
+    def forget(self) -> None:
+        """Drop all state of a stopped backward. Not a collective."""
+        self.reshard()
+        self.drop_leaf_grads()
+        for grads in self.grads:
+            grads.forget()
+
+    def drop_leaf_grads(self) -> None:
+        """Drop gradients that the engine has left."""
+        for leaf in (leaf for grads in self.grads for leaf in grads.owner.leaves):
+            leaf.grad = None
 
 
-@cache
-def _uncompiled_ends() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Pre- and post-forward as functions of the unit.
+def _places(
+    modules: Sequence[nn.Module], params: Sequence[nn.Parameter]
+) -> Iterator[tuple[int, str]]:
+    known = {id(param) for param in params}
+    for child in (one for module in modules for one in module.modules() if known):
+        for key, param in child._parameters.items():
+            if id(param) in known:
+                yield id(child._parameters), key
 
-    Compiled code calls them without tracing them, since they change hooks and storages at every
-    call.
-    """
-    return torch.compiler.disable(Unit._begin_forward), torch.compiler.disable(Unit._end_forward)
+
+def _refuse_grad(unit_ref: weakref.ref[Unit], piece: ParamPiece, _: object) -> None:
+    if unit_ref() is not None:
+        raise outside_unit(piece, "the loss was computed with it")
+
+
+def _on_input_grad(unit_ref: weakref.ref[Unit], _: Tensor) -> None:
+    unit = unit_ref()
+    if unit is not None:
+        unit.schedule.on_input_grad(unit)
+
+
+def _on_grad(
+    unit_ref: weakref.ref[Unit], grads_ref: weakref.ref[ShardedGrads], index: int, leaf: Tensor
+) -> None:
+    """Handle the gradient of a leaf; its unit or its buffers may be deleted."""
+    unit, grads = unit_ref(), grads_ref()
+    if unit is None:
+        return
+    if grads is None:
+        leaf.grad = None
+        raise StateError(
+            "flat_param.fully_shard: this backward belongs to a forward before .to() or an "
+            "interrupted step, but full parameters have had other memory since then. Run the "
+            "forward again."
+        )
+    unit.schedule.on_grad(unit, grads, index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,14 +22,8 @@ from ..buffers._owners import (
     Owner,
     check_owners,
 )
-from ..comm._agreement import Description, agree, describe
-from ..comm._groups import (
-    CommGroups,
-    group_sizes,
-    make_comm_groups,
-    meeting_comms,
-    ranks_together,
-)
+from ..comm._agreement import agree, describe
+from ..comm._groups import CommGroups, MeshGroups
 from ..layout._arguments import (
     check_no_grads,
     check_offload,
@@ -44,18 +38,17 @@ from ..layout._options import UnitOptions, precision_of
 from ..layout._shard import plan_shard
 from ..layout._spec import ParamSpec, collect_params, place_of
 from ._by_hand import STOPPED, units_at_rest
-from ._guards import install_guards, mark_replaced
+from ._first_step import mark_replaced
+from ._guards import install_guards
 from ._ignored import find_ignored, outside_units, own_ignored
 from ._materialize import broadcast_module, check_init, materialize, move_buffers
 from ._param_sites import ParamSite
 from ._schedule import Schedule
-from ._sharded_module import ShardedModule
+from ._sharded_module import ShardedModule, checked_flag, sharded_class
 from ._sharded_params import ShardedParams
 from ._state_hooks import install_module_hooks
 from ._strays import watch_registrations
-from ._switches import check_group_size, free_after_forward
 from ._unit import Unit
-from ._unit_call import sharded_class
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -67,7 +60,7 @@ def fully_shard(
     module: M,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int = True,
+    reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -92,8 +85,7 @@ def fully_shard(
             and CPU parameters are moved to its device. Default: all ranks, and the parameters'
             device.
         reshard_after_forward: True frees full parameters between forward and backward (ZeRO-3),
-            False keeps them (ZeRO-2), a number of ranks keeps them sharded over that many; see
-            `ShardedModule.set_reshard_after_forward`.
+            False keeps them (ZeRO-2). A number, as in FSDP2, is refused: use a mesh with two axes.
         mp_policy: torch's `MixedPrecisionPolicy`.
         offload_policy: torch's `CPUOffloadPolicy` keeps shards, gradients and optimizer state in
             CPU memory, page-locked by default.
@@ -117,74 +109,61 @@ def fully_shard(
         StateError: the module is sharded already or is never called, there is no process group, or
             an argument is of another kind.
         CommError: ranks have different modules or settings, or one of them raised. Then nothing has
-            changed on any rank.
+            changed on any rank. After an error of `init_fn`, or of an allocation, the module must
+            be built again.
     """
 
-    def plan() -> _UnitPlan:
+    settings = {
+        "reshard_after_forward": reshard_after_forward,
+        "sync_module_states": sync_module_states,
+    }
+
+    def plan() -> tuple[_UnitPlan, list[str]]:
         modules = modules_of(module)
         check_placement(shard_placement_fn)
+        checked_flag(reshard_after_forward, "fully_shard(reshard_after_forward=)")
         # The boundary is resolved once the parameters are known.
         options = UnitOptions(precision_of(mp_policy), "element", *check_offload(offload_policy))
-        copies = group_sizes(mesh)
-        check_group_size(reshard_after_forward, copies[1])
-        settings = {
-            "reshard_after_forward": reshard_after_forward,
-            "sync_module_states": sync_module_states,
-        }
-        planned = _plan_unit(modules, options, boundary, mesh, copies, settings, ignored_params)
-        root = planned.root
-        check_init(root, init_fn=init_fn, ignored=planned.ignored)
-        named = [(spec.name, root.get_parameter(spec.name)) for spec in planned.specs]
-        check_places(named, ranks_together(mesh), me=dist.get_rank())
-        return planned
+        return _plan_unit(
+            modules, options, boundary, mesh, groups, settings, ignored_params, init_fn
+        )
 
-    planned = agree(meeting_comms(mesh), plan)
+    groups = MeshGroups.of(mesh)
+    planned = agree(groups.to_meet(), plan)
     modules, root = planned.modules, planned.root
+    for each in modules:
+        object.__setattr__(each, "_flat_param", STOPPED)
     materialize(root, device=planned.device, init_fn=init_fn, ignored=planned.ignored)
     params = {spec.name: _as_planned(root, spec) for spec in planned.specs}
     schedule = Schedule()
-    comms = make_comm_groups(mesh, log=schedule.log)
+    comms = groups.comms(log=schedule.log)
     move_buffers(root, planned.device)
     if sync_module_states:
         values = [local_of(param) for param in params.values()]
         broadcast_module(root, values, comms.reduce, comms.replicate)
-    classes, before = [type(each) for each in modules], _memory_of(root, params)
+    with without_torch_function():
+        unit = _make_unit(planned, params, comms, schedule)
+    unit.frees_after_forward = reshard_after_forward
+    _join(unit, planned)
+    install_guards()
+    watch_registrations()
+    install_module_hooks(root, unit)
     for each in modules:
-        object.__setattr__(each, "_flat_param", STOPPED)
-    try:
-        with without_torch_function():
-            unit = _make_unit(planned, params, comms, schedule)
-        free_after_forward([unit], reshard_after_forward)
-        _join(modules, unit, planned.inner, " and ".join(cls.__name__ for cls in classes))
-        install_guards()
-        watch_registrations()
-        install_module_hooks(root, unit)
-        for each, cls in zip(modules, classes, strict=True):
-            each.__class__ = sharded_class(ShardedModule, cls, {})
-            object.__setattr__(each, "_flat_param", unit)
-    except BaseException:
-        if _memory_of(root, params) == before:
-            for each, cls in zip(modules, classes, strict=True):
-                each.__class__ = cls
-                for name in ("_flat_param", "_flat_param_schedule"):
-                    each.__dict__.pop(name, None)
-        raise
+        each.__class__ = sharded_class(type(each))
+        object.__setattr__(each, "_flat_param", unit)
     return module
 
 
-def _memory_of(module: nn.Module, names: Iterable[str]) -> list[int]:
-    return [local_of(module.get_parameter(name)).data_ptr() for name in names]
-
-
-def _join(modules: Sequence[nn.Module], unit: Unit, inner: Sequence[Unit], name: str) -> None:
+def _join(unit: Unit, planned: _UnitPlan) -> None:
     """Join a unit and those inside it to one tree, and name all of them."""
     schedule = unit.schedule
-    for nested in inner:
+    for nested in planned.inner:
         schedule.merge(nested.schedule)
     schedule.units.append(unit)
-    unit.rename("", f"the outermost unit ({name})")
+    classes = " and ".join(type(module).__name__ for module in planned.modules)
+    unit.rename("", f"the outermost unit ({classes})")
     paths: dict[Unit, list[str]] = {}
-    for module in modules:
+    for module in planned.modules if planned.inner else ():
         for path, child in module.named_modules():
             if path and isinstance(child, ShardedModule):
                 paths.setdefault(child._flat_param, []).append(path)
@@ -207,7 +186,6 @@ class _UnitPlan:
         segments: their layout.
         inner: the nested units.
         ignored: parameters that it ignores, also those of nested units.
-        description: must be equal on every rank.
     """
 
     modules: tuple[nn.Module, ...]
@@ -218,7 +196,6 @@ class _UnitPlan:
     segments: tuple[Segment, ...]
     inner: tuple[Unit, ...]
     ignored: tuple[nn.Parameter, ...]
-    description: Description
 
 
 def _plan_unit(
@@ -226,20 +203,22 @@ def _plan_unit(
     options: UnitOptions,
     boundary: Boundary | BoundaryRules,
     mesh: DeviceMesh | None,
-    copies: tuple[int, int],
+    groups: MeshGroups,
     others: Mapping[str, object],
     ignored_params: Iterable[nn.Parameter] | None,
-) -> _UnitPlan:
+    init_fn: Callable[[nn.Module], None] | None,
+) -> tuple[_UnitPlan, list[str]]:
     """Check a module completely, and describe it for other ranks."""
+    copies, world_size = groups.sizes
     module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    inner = tuple(units_at_rest(module))
+    inner = tuple(units_at_rest(module, "fully_shard"))
     for each in modules:
         if isinstance(each, ShardedModule):
             raise StateError(
                 f"flat_param.fully_shard: {type(each).__name__} is sharded already, but a module "
                 "is one unit. Shard its parts first and then the module around them."
             )
-    taken = [param for unit in inner for part in unit.parts for param in part.params]
+    taken = [param for unit in inner for part in unit.parts for param in part.held.params]
     beside = [param for unit in inner for param in unit.ignored]
     given = () if ignored_params is None else ignored_params
     ignored = find_ignored(module, given, owned=taken, nested=beside)
@@ -254,17 +233,19 @@ def _plan_unit(
     options = replace(options, boundary=resolve(boundary, specs))
     segments = tuple(plan_segments(specs)) if specs else ()
     for segment in segments:
-        plan_shard(segment.layout, world_size=copies[1], boundary=options.boundary)
+        plan_shard(segment.layout, world_size=world_size, boundary=options.boundary)
     settings: dict[str, object] = {
         **{field.name: getattr(options, field.name) for field in fields(options)},
         **others,
-        "copies x ranks": f"{copies[0]} x {copies[1]}",
+        "copies x ranks": f"{copies} x {world_size}",
         "nested units": len(inner),
     }
     places = {name: str(place_of_dtensor(param)) for name, param in named}
     settings["DTensors"] = {name: where for name, where in places.items() if where != "None"}
-    description = describe(specs, settings)
-    return _UnitPlan(modules, module, options, place, specs, segments, inner, ignored, description)
+    check_init(module, init_fn=init_fn, ignored=ignored)
+    check_places(named, groups.ranks, me=dist.get_rank())
+    planned = _UnitPlan(modules, module, options, place, specs, segments, inner, ignored)
+    return planned, describe(specs, settings)
 
 
 def _local_spec(spec: ParamSpec, param: nn.Parameter) -> ParamSpec:
@@ -330,18 +311,15 @@ def _make_unit(
         ignored=planned.ignored,
         modules=planned.modules,
     )
-    now = {
-        spec.name: param
-        for part in parts
-        for spec, param in zip(part.segment.layout.specs, part.params, strict=True)
-    }
-    replaced = [name for name, param in params.items() if now[name] is not param]
-    if replaced:
-        unit.sites.swap_out()
-    for name in replaced:
-        mark_replaced(params[name], name=name)
+    named = []
+    for part in parts:
+        for spec, param in zip(part.segment.layout.specs, part.held.params, strict=True):
+            named.append((spec.name, param))
+            if param is not params[spec.name]:
+                mark_replaced(params[spec.name], name=spec.name)
+    unit.sites.swap_out()  # a DTensor is replaced
     root = planned.root
-    unit.owners = Owner(UNIT, root, now.items()), own_ignored(root, planned.ignored)
+    unit.owners = Owner(UNIT, root, named), own_ignored(root, planned.ignored)
     return unit
 
 

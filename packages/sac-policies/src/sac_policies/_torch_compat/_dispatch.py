@@ -66,14 +66,26 @@ HOOKS_PASSED_BY: dict[str, Any] = (
 """Options with which the selective mode of torch 2.15 keeps values by itself, as older ones do."""
 
 
+_force = find("_C._ForceDispatchKeyGuard")
+_included = find("_C._dispatch_tls_local_include_set")()
+_unseen = functools.reduce(
+    operator.or_,
+    (
+        find("_C.DispatchKeySet")(key)
+        for key in (_KEYS.Python, _KEYS.PythonTLSSnapshot, _KEYS.PreDispatch)
+    ),
+    find("_C._dispatch_tls_local_exclude_set")(),
+)
+
+
 def unseen_alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached alias with the same version counter, without any mode seeing it."""
     kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        with _force(_included, _unseen):  # one guard is faster than two
+            return tensor.detach()
     if kind is FAKE_TENSOR:  # hidden from its mode it would be a tensor of the meta device
         with _set_excluded(_KEYS.ADInplaceOrView, False):
-            return tensor.detach()
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
-        with _set_excluded(_KEYS.ADInplaceOrView, False), no_dispatch():
             return tensor.detach()
     with _set_excluded(_KEYS.ADInplaceOrView, False), no_dispatch(), no_torch_function():
         return tensor.detach()

@@ -7,9 +7,8 @@ from sac_policies.budget._fit_in_place import InPlaceFit, fit_
 from sac_policies.budget._levels import RegionFit
 from sac_policies.budget._profile import profile
 from sac_policies.budget._sizes import format_size, parse_size
-from sac_policies.budget._solve import solve
+from sac_policies.budget._solve import BudgetPlan, Infeasible, solve
 from sac_policies.budget._trace import Held, Item, Trace, TracedOp, TracedPack
-from sac_policies.policies._plans import BudgetPlan, Infeasible
 
 __all__ = [
     "BudgetPlan",

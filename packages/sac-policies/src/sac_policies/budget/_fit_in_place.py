@@ -21,12 +21,10 @@ from torch import nn
 
 from .._errors import BudgetError, RecomputeError
 from .._torch_compat._module_calls import around_calls, graph_breaks, is_compiled, is_taggable
-from ..policies._plans import Infeasible
 from ._agree import check_equal, from_first_rank, largest
 from ._checkpointed import Checkpointed, Tagged, is_checkpointed, region_of, release
 from ._helps import what_helps
-from ._hidden import Hidden, hidden_by
-from ._intervals import Measured, Steps, marked
+from ._intervals import Steps, marked
 from ._levels import (
     AGAIN,
     HIDDEN_AWAY,
@@ -39,11 +37,12 @@ from ._levels import (
     Region,
     RegionFit,
 )
+from ._link import Hidden, hidden_by
 from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
 from ._sizes import Budget, format_size
+from ._solve import Infeasible
 from ._step import Limit, Loss, Step, check_order, check_step
-from ._times import Spent
 
 _TRIES = 2
 """Mixtures that are measured until one fits."""
@@ -215,29 +214,18 @@ class _Search:
         check_compiled(model, regions)
         with Seen(regions) as seen:
             step.run(model)
-        modules = dict(regions)
-        self._regions = [
-            Region(
-                path,
-                modules[path],
-                tuple(ops),
-                seen.wrote[path],
-                path in seen.rewrites,
-                is_compiled(modules[path]),
-                is_taggable(modules[path]),
-            )
-            for path, ops in seen.operators.items()
-        ]
+        modules, ran = dict(regions), list(seen.operators)
+        alike = {kind_of(modules[path]): path for path in reversed(ran)}
+        self._regions = [_region(path, modules[path], seen, path) for path in ran]
         self._idle = [
-            _like(path, module, self._regions)
+            _region(path, module, seen, alike.get(kind_of(module)))
             for path, module in regions
             if path not in seen.operators
         ]
-        check_equal(repr(list(seen.operators)), what="block")
+        check_equal(repr(ran), what="block")
         self._levels = AGAIN + 1 if step.device.type == "cpu" else len(LEVELS)
         self._rounds: list[tuple[int, int]] = []
         self._tried: dict[int, list[str]] = {}
-        self._spent: list[Spent] = []
 
     def run(self, limit: Limit) -> InPlaceFit | Infeasible:
         """Measure each level, choose a mixture, and measure it."""
@@ -253,7 +241,7 @@ class _Search:
         for level in range(1, self._levels):
             intervals.append(self._intervals(level))
             peaks.append(self._peak(intervals[level]))
-        steps, before = self._steps(intervals, self._spent), self._step.resident()
+        steps, before = self._steps(intervals), self._step.resident()
         room = allowed - before
         fitting = [level for level, peak in enumerate(peaks) if peak <= allowed]
         for _ in range(_TRIES):
@@ -277,9 +265,8 @@ class _Search:
         best = min(fitting, key=lambda level: sum(cost[level] for cost in steps.costs))
         return self._found((best,) * count, peaks[best], peaks[best], peaks[0], allowed)
 
-    def _steps(self, intervals: list[list[Interval]], spent: Sequence[Spent]) -> Steps:
-        kinds = [kind_of(region.module) for region in self._regions]
-        return Steps(kinds, list(map(Measured, intervals, spent)), HOLDING)
+    def _steps(self, intervals: list[list[Interval]]) -> Steps:
+        return Steps([kind_of(region.module) for region in self._regions], intervals, HOLDING)
 
     def _peak(self, intervals: list[Interval]) -> int:
         return self._step.resident() + highest(intervals)
@@ -299,24 +286,25 @@ class _Search:
 
     def _hide_copies(self) -> None:
         """Choose for each kind of block the values whose copies its forward hides. Collective."""
-        first: dict[type[nn.Module], str] = {}
-        found: dict[str, Hidden] = {}
+        kinds = [kind_of(each.module) for each in self._regions]
+        first = [kinds.index(kind) for kind in kinds]
+        found: dict[int, Hidden] = {}
 
-        def begin(path: str, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
-            if path not in found:
-                found[path] = hidden_by(call, args, kwargs, self._step.device)
+        def begin(number: int, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+            if number not in found:
+                found[number] = hidden_by(call, args, kwargs, self._step.device)
 
         with ExitStack() as stack:
-            for each in self._regions:
-                path = first.setdefault(kind_of(each.module), each.path)
-                if path == each.path and not each.is_compiled:
-                    call = partial(begin, path, each.module.forward)
-                    stack.enter_context(around_calls(each.module, call, lambda _: None))
+            for number in dict.fromkeys(first):
+                module = self._regions[number].module
+                if not self._regions[number].is_compiled:
+                    call = partial(begin, number, module.forward)
+                    stack.enter_context(around_calls(module, call, lambda _: None))
             self._step.forward()
         found = from_first_rank(found)
-        for at, each in enumerate(self._regions):
-            plan, size = found.get(first[kind_of(each.module)], (None, 0))
-            self._regions[at] = replace(each, hidden=plan, hidden_bytes=size)
+        for at, number in enumerate(first):
+            plan, size = found.get(number, (None, 0))
+            self._regions[at] = replace(self._regions[at], hidden=plan, hidden_bytes=size)
 
     def _learn(self) -> None:
         """Run the first step of each level, which compiles or compares bits. Collective.
@@ -363,7 +351,6 @@ class _Search:
         marks = Marks(self._step.device)
         with marked([region.module for region in self._regions], marks):
             found = self._step.intervals(self._model, marks)
-        self._spent.append(self._step.most(marks.spent))
         self._note(done, self._peak(found))
         return found
 
@@ -416,15 +403,14 @@ def _put(region: Region, level: int) -> RegionFit:
     return does
 
 
-def _like(path: str, module: nn.Module, regions: Sequence[Region]) -> Region:
-    """Return a region for a block that did not run, with facts from a block of its class."""
-    for region in regions:
-        if kind_of(region.module) is kind_of(module):
-            return replace(
-                region,
-                path=path,
-                module=module,
-                is_compiled=is_compiled(module),
-                is_taggable=is_taggable(module),
-            )
-    return Region(path, module, (), None, False, is_compiled(module))
+def _region(path: str, module: nn.Module, seen: Seen, ran: str | None) -> Region:
+    """Return a region, with facts from itself or from a block of its class that ran."""
+    return Region(
+        path,
+        module,
+        operators=() if ran is None else tuple(seen.operators[ran]),
+        wrote=None if ran is None else seen.wrote[ran],
+        rewrites=ran in seen.rewrites,
+        is_compiled=is_compiled(module),
+        is_taggable=is_taggable(module),
+    )

@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +28,6 @@ from .._torch_compat._module_calls import around_calls
 from ._choose import Option, cheapest
 from ._measure import Interval, Marks
 from ._offloaded import Offloaded
-from ._times import Spent, costs
 
 Key = tuple[int, int, bool | None]
 """Number of a region, number of its call, whether it is in backward; None after its forward."""
@@ -63,40 +62,29 @@ def marked(regions: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
         yield
 
 
-class Measured(NamedTuple):
-    """Steps in which all regions were on one level.
-
-    Attributes:
-        intervals: in order; the interval before the first region has the key None.
-        spent: their times, by key.
-    """
-
-    intervals: list[Interval]
-    spent: Spent = MappingProxyType({})
-
-
 class Steps:
     """One measured step per level, the plain one first.
 
     Args:
-        kinds: kind of each region; times of equal regions of one kind are combined.
-        measured: by level.
+        kinds: kind of each region. Times of equal regions of one kind are combined, since a short
+            disturbance hits only one of them.
+        measured: by level, the intervals in order; that before the first region has the key None.
         holding: levels on which a region holds its arguments and their contents until backward.
     """
 
     def __init__(
         self,
         kinds: Sequence[object],
-        measured: Sequence[Measured],
+        measured: Sequence[Sequence[Interval]],
         holding: Collection[int] = (),
     ) -> None:
         self._holding = holding
-        self._plain = measured[0].intervals
-        self._by_level = [{each.key: each for each in one.intervals} for one in measured]
+        self._plain = measured[0]
+        self._by_level = [{each.key: each for each in one} for one in measured]
         self._count = len(kinds)
         ends = [each.key for each in self._plain if _region_of(each.key) and each.key[2] is None]
         self._tail: Key | None = ends[-1] if ends else None
-        self._offloaded = Offloaded([one.intervals for one in measured])
+        self._offloaded = Offloaded(measured)
         self._left = [self._left_in_tail(one) for one in measured]
         self._freed = [
             self._freed_in_tail(one, left) for one, left in zip(measured, self._left, strict=True)
@@ -148,24 +136,24 @@ class Steps:
         level = choice[plain.key[0]]
         return self._offloaded.among(choice, self._by_level[level].get(plain.key, plain))
 
-    def _left_in_tail(self, one: Measured) -> int:
+    def _left_in_tail(self, one: Sequence[Interval]) -> int:
         """Return the bytes of the last region's inputs that the tail frees.
 
         An accelerator's allocator reports only totals. There the bytes are estimated
         by those freed between the last two regions.
         """
-        tail = {each.key: each for each in one.intervals}.get(self._tail)
+        tail = {each.key: each for each in one}.get(self._tail)
         if self._tail is None or tail is None or tail.freed is not None:
             return 0
         plain = {each.key: each for each in self._plain}
-        between = [each for each in one.intervals if _region_of(each.key) and each.key[2] is None]
+        between = [each for each in one if _region_of(each.key) and each.key[2] is None]
         more = [plain[each.key].grown - each.grown for each in between if each.key != self._tail]
         return max(0, more[-1]) if more else 0
 
-    def _freed_in_tail(self, one: Measured, left: int) -> dict[int | None, int]:
+    def _freed_in_tail(self, one: Sequence[Interval], left: int) -> dict[int | None, int]:
         """Return the bytes that the tail frees by region; None: allocated before all regions."""
         found: dict[int | None, int] = dict.fromkeys((None, *range(self._count)), 0)
-        tail = {each.key: each for each in one.intervals}.get(self._tail)
+        tail = {each.key: each for each in one}.get(self._tail)
         if self._tail is None or tail is None:
             return found
         if tail.freed is None:
@@ -173,7 +161,7 @@ class Steps:
             less, count = plain.grown - tail.grown - left, self._count
             return found | {n: less * (n + 1) // count - less * n // count for n in range(count)}
         for at, size in tail.freed.items():
-            key = one.intervals[at].key
+            key = one[at].key
             found[key[0] if _region_of(key) else None] += size
         return found
 
@@ -189,10 +177,12 @@ class Steps:
         """Return how many more bytes of a region the tail frees than with everything kept."""
         return self._freed[level][number] - self._freed[0][number]
 
-    def _costs(self, kinds: Sequence[object], measured: Sequence[Measured]) -> list[list[int]]:
+    def _costs(
+        self, kinds: Sequence[object], measured: Sequence[Sequence[Interval]]
+    ) -> list[list[int]]:
         """Return by region and level the extra time over keeping everything."""
-        spent = [self._by_region(one.spent) for one in measured]
-        offloads = any(each.moved.out for one in measured for each in one.intervals)
+        spent = [self._by_region(one) for one in measured]
+        offloads = any(each.moved.out for one in measured for each in one)
         alike: dict[Any, list[int]] = {}
         for number, kind in enumerate(kinds):
             keeps = tuple(self._kept(number, level) for level in range(len(measured)))
@@ -201,16 +191,16 @@ class Steps:
             alike.setdefault((kind, keeps, is_first), []).append(number)
         found: list[list[int]] = [[]] * len(kinds)
         for (_, keeps, _), numbers in alike.items():
-            more = costs([[own[n] for n in numbers] for own in spent], keeps)
+            more = costs_of([[own[n] for n in numbers] for own in spent], keeps)
             for number in numbers:
                 found[number] = more
         return found
 
-    def _by_region(self, spent: Spent) -> list[int]:
+    def _by_region(self, one: Sequence[Interval]) -> list[int]:
         found = [0] * self._count
-        for key, ns in spent.items():
-            if _region_of(key) and key != self._tail:
-                found[key[0]] += ns
+        for each in one:
+            if _region_of(each.key) and each.key != self._tail:
+                found[each.key[0]] += each.ns
         return found
 
     def _kept(self, number: int, level: int) -> int:
@@ -282,3 +272,37 @@ def _region_of(key: Any) -> tuple[int] | None:
         ((3,), None, None)
     """
     return key[:1] if isinstance(key, tuple) else None
+
+
+_NEAR = 50
+"""Levels are as fast as another within one part in so many of the plain time."""
+
+
+def costs_of(spent: Sequence[Sequence[int]], kept: Sequence[int]) -> list[int]:
+    """Return by level the extra nanoseconds of a region over the first level.
+
+    A level that keeps less costs no more than another if it is at most 2 % of the plain time
+    slower. Levels that checkpoint cost at least one nanosecond.
+
+    Args:
+        spent: by level, the nanoseconds of each of several equal regions.
+        kept: bytes that a region keeps, by level.
+
+    Example:
+        >>> costs_of([[500, 500], [530, 550], [520, 520]], [9, 4, 2])
+        [0, 41, 21]
+        >>> costs_of([[500], [530], [540]], [9, 4, 2])
+        [0, 31, 31]
+    """
+    times = [int(median(own or [0])) for own in spent]
+    near = times[0] // _NEAR
+    more = [max(0, each - times[0]) + 1 for each in times]
+    others = range(1, len(more))
+
+    def is_as_fast(level: int, other: int) -> bool:
+        return kept[level] < kept[other] and more[level] - more[other] <= near
+
+    return [0] + [
+        min(more[each] for each in others if each == level or is_as_fast(level, each))
+        for level in others
+    ]

@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from .._errors import BudgetError, shown
 from .._tensors import is_accelerator
+from ..eager._parted import parted
+from ..policies._decisions import Decision
+from ..policies._plans import Plan
+from ._checkpointed import inputs_among
+from ._measure import storage_bytes
+from ._profile import profile
 from ._trace import Item, Trace
 
 Direction = Literal["out", "back"]
@@ -69,7 +75,7 @@ class Link:
         found: list[Item] = []
         items = [item for item in trace.items() if item.kept_bytes]
         for item in sorted(items, key=lambda item: -item.cost / item.kept_bytes):
-            away = sorted([*found, item], key=lambda each: each.ops)
+            away = sorted([*found, item], key=lambda each: each.op)
             moved = input_bytes + sum(each.kept_bytes for each in away)
             returns = moved * SECOND <= self.back * _BACKWARDS * work
             if returns and self._leaves(away, made, input_bytes) <= work:
@@ -80,7 +86,7 @@ class Link:
         """Return the end of the last copy out, in nanoseconds from the start of the forward."""
         end = input_bytes * SECOND / self.out
         for item in away:
-            end = max(end, made[item.ops[-1]]) + item.kept_bytes * SECOND / self.out
+            end = max(end, made[item.op]) + item.kept_bytes * SECOND / self.out
         return end
 
 
@@ -173,3 +179,33 @@ def beside_on(device: torch.device, work: Callable[[], object]) -> Run:
         return Timing(begin.elapsed_time(end) / 1e3, copied)
 
     return run
+
+
+Hidden = tuple[Plan | None, int]
+"""Calls to offload, and their bytes with those of the inputs; None where they are not known."""
+_LEAST_COPY = 1 << 20
+
+
+def hidden_by(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> Hidden:
+    """Profile a block's forward, measure concurrent copies, and choose the values to copy.
+
+    Args:
+        call: the forward, which runs a few times; results are dropped.
+        args: its positional arguments.
+        kwargs: its keyword arguments. With a mutable argument, such as a cache, nothing is run.
+        device: an accelerator.
+    """
+    input_bytes = storage_bytes(inputs_among((args, kwargs)), device=device)
+    if parted(call, args, kwargs) is None:
+        return None, input_bytes
+    try:
+        trace = profile(call, *args, unit="ns", **kwargs)
+        most = max(_LEAST_COPY, input_bytes + trace.total_bytes())
+        with torch.no_grad():
+            work = beside_on(device, lambda: call(*args, **kwargs))
+            link = measure_link(work, most_bytes=most)
+    except BudgetError:
+        return None, input_bytes
+    away = link.hidden(trace, input_bytes)
+    rows = sorted((trace.ops[item.op].key, Decision.OFFLOAD) for item in away)
+    return Plan(tuple(rows)), input_bytes + sum(item.kept_bytes for item in away)

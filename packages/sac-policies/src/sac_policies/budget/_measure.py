@@ -1,14 +1,17 @@
-"""Reads from the allocator how much memory a step takes between marks."""
+"""Measures the memory and time that a step takes between marks."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import sub
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +22,7 @@ from torch.autograd.profiler import profile, record_function
 from .._errors import BudgetError
 from .._torch_compat import storage_bytes as bytes_under
 from .._torch_compat import storage_key
-from ..eager._moved import measured
-from ..eager._moved_stats import counters
-from ._times import Clock, Spent, no_collection
+from ..eager._moved import counters, measured
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 _MARK = "sac_policies.mark:"
@@ -46,7 +47,7 @@ _NOTHING = Moved()
 
 @dataclass(frozen=True)
 class Interval:
-    """Memory between one mark and the next.
+    """Memory and time between one mark and the next.
 
     Attributes:
         key: of the mark; None before the first.
@@ -54,6 +55,7 @@ class Interval:
         most: peak bytes in use, minus those at its start; at least 0.
         freed: on CPU, bytes of earlier intervals that it freed, by number of the interval.
         moved: bytes that were offloaded.
+        ns: nanoseconds that it took.
     """
 
     key: Any
@@ -61,24 +63,23 @@ class Interval:
     most: int
     freed: Mapping[int, int] | None = None
     moved: Moved = _NOTHING
+    ns: int = 0
 
 
 class Marks:
-    """Divides the memory of a step at marks.
+    """Divides the memory and time of a step at marks.
+
+    On the CPU the clock is the thread's CPU time, so other processes do not count; backward runs in
+    the calling thread. An accelerator is synchronized at each mark.
 
     Args:
         device: where the step allocates; CPU, or an accelerator with CUDA's memory statistics.
-
-    Attributes:
-        spent: time of each interval by key, including the profiler's; set after the step.
     """
 
-    spent: Spent
-
     def __init__(self, device: torch.device) -> None:
-        self._device, self._clock = device, Clock(device)
+        self._device = device
         self._keys: list[Any] = [None]
-        self._read: list[tuple[int, int, Moved]] = []
+        self._read: list[_Reading] = []
         self._memory = None if device.type == "cpu" else getattr(torch, device.type)
 
     def mark(self, key: Any) -> None:
@@ -86,49 +87,70 @@ class Marks:
         if self._memory is None:
             with record_function(f"{_MARK}{len(self._keys)}"):
                 pass
-        self._clock.mark(key)  # synchronizes with the device
-        self._note()
         self._keys.append(key)
+        self._note()
 
     def intervals(self, step: Callable[[], object]) -> list[Interval]:
-        """Run a step; return the memory of each interval between marks.
+        """Run a step; return the memory and time of each interval between marks.
 
         Temporaries inside operators count. On CPU, memory from before that the step frees is left
-        out.
+        out, and times include the profiler's.
         """
 
-        def begun() -> None:
-            self._note()
-            step()
-
         def noted() -> None:
-            self.spent = self._clock.spent(begun)
-            self._note()
+            with no_collection():
+                self._note()
+                step()
+                self._note()
 
-        found: list[Any]
         if self._memory is None:
-            found = _divided(_changes(noted))
+            sizes = _divided(_changes(noted))
         else:
             with measured():
                 noted()
-            found = list(map(_between, self._read, self._read[1:]))
-        return [Interval(key, *each) for key, each in zip(self._keys, found, strict=False)]
+            sizes = [
+                (end.now - start.now, max(0, end.most - start.now), None)
+                for start, end in pairwise(self._read)
+            ]
+        return [
+            Interval(key, *size, Moved(*map(sub, end.moved, start.moved)), end.ns - start.ns)
+            for key, size, (start, end) in zip(
+                self._keys, sizes, pairwise(self._read), strict=False
+            )
+        ]
 
     def _note(self) -> None:
-        """On accelerators, record the bytes in use, the peak since the last mark, and copies."""
+        """Record the time, and on accelerators bytes in use, their peak, and copies."""
         memory, device = self._memory, self._device
-        if memory is not None:
-            moved = Moved(counters.bytes_out, counters.bytes_in, counters.bytes_unread)
-            now, most = memory.memory_allocated(device), memory.max_memory_allocated(device)
-            self._read.append((now, most, moved))
-            memory.reset_peak_memory_stats(device)
+        if memory is None:
+            self._read.append(_Reading(time.thread_time_ns()))
+            return
+        memory.synchronize(device)
+        moved = Moved(counters.bytes_out, counters.bytes_in, counters.bytes_unread)
+        now, most = memory.memory_allocated(device), memory.max_memory_allocated(device)
+        self._read.append(_Reading(time.perf_counter_ns(), now, most, moved))
+        memory.reset_peak_memory_stats(device)
 
 
-def _between(
-    start: tuple[int, int, Moved], end: tuple[int, int, Moved]
-) -> tuple[int, int, None, Moved]:
-    moved = Moved(*map(sub, end[2], start[2]))
-    return end[0] - start[0], max(0, end[1] - start[0]), None, moved
+class _Reading(NamedTuple):
+    """Time, bytes in use, their peak since the last reading, and copies so far."""
+
+    ns: int
+    now: int = 0
+    most: int = 0
+    moved: Moved = _NOTHING
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Delay garbage collection."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def highest(intervals: Iterable[Interval]) -> int:
@@ -219,7 +241,7 @@ def _quiet() -> Iterator[None]:
 
 def _divided(
     changes: Iterable[tuple[int, int] | None],
-) -> list[tuple[int, int, Counter[int]]]:
+) -> list[tuple[int, int, Counter[int] | None]]:
     """Return for each interval its growth, its peak, and the bytes that it freed.
 
     Freed bytes are counted by the interval that allocated them; older memory is left out.
@@ -229,7 +251,7 @@ def _divided(
         [(8, 8, Counter()), (8, 16, Counter({0: 8}))]
     """
     alive: dict[int, tuple[int, int]] = {}
-    found: list[tuple[int, int, Counter[int]]] = []
+    found: list[tuple[int, int, Counter[int] | None]] = []
     now = top = 0
     freed: Counter[int] = Counter()
     for change in (*changes, None):

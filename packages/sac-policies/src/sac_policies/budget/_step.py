@@ -18,7 +18,6 @@ from ._agree import check_equal, largest, largest_each
 from ._measure import Interval, Marks, Moved, free_bytes, highest, storage_bytes
 from ._optimizer import check_optimizer, existing_bytes, state_bytes
 from ._sizes import Budget, budget_bytes
-from ._times import Spent
 
 Loss = Callable[[Any], torch.Tensor]
 BACKWARD = "backward"
@@ -127,11 +126,11 @@ class Step:
         own = marks.intervals(lambda: self.run(call, marks))
         keys = [each.key for each in own]
         check_equal(repr(keys), what="order of blocks")
-        most = largest_each([n for one in own for n in (one.grown, one.most, *one.moved)])
-        each = len(most) // len(own)
+        rows = [(one.grown, one.most, one.ns, *one.moved) for one in own]
+        numbers = iter(largest_each([number for row in rows for number in row]))
         found = [
-            Interval(key, most[at], most[at + 1], moved=Moved(*most[at + 2 : at + each]))
-            for key, at in zip(keys, range(0, len(most), each), strict=True)
+            Interval(key, grown, most, None, Moved(*moved), ns)
+            for key, grown, most, ns, *moved in zip(keys, *[numbers] * len(rows[0]), strict=True)
         ]
         at = keys.index(BACKWARD) - 1
         freed = own[at].freed
@@ -139,10 +138,6 @@ class Step:
             sizes = largest_each([freed.get(number, 0) for number in range(at)])
             found[at] = replace(found[at], freed=dict(enumerate(sizes)))
         return found
-
-    def most(self, spent: Spent) -> Spent:
-        """Return the longest time of each interval on any rank. Collective."""
-        return dict(zip(spent, largest_each(list(spent.values())), strict=True))
 
     def resident(self) -> int:
         """Return bytes of parameters, buffers, batch and state; maximum over ranks. Collective."""

@@ -90,15 +90,15 @@ class TracedPack:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Calls whose outputs are kept together or not at all.
+    """A call whose result is kept or not.
 
     Attributes:
-        ops: their positions in `Trace.ops`.
-        kept_bytes: bytes of keeping all of them, minus those held for recomputing them.
-        cost: work to run them again, in the trace's `unit`.
+        op: its position in `Trace.ops`.
+        kept_bytes: bytes of keeping it, minus those held for recomputing it.
+        cost: work to run it again, with unsaved inputs, in the trace's `unit`.
     """
 
-    ops: tuple[int, ...]
+    op: int
     kept_bytes: int
     cost: int
 
@@ -120,7 +120,7 @@ class Trace:
     def items(self) -> tuple[Item, ...]:
         """List the choices of a solver: the calls that made saved tensors."""
         weights = self._weights()
-        return tuple(Item((op,), weights[op], self._replay_cost(op)) for op in weights)
+        return tuple(Item(op, weights[op], self._replay_cost(op)) for op in weights)
 
     def fixed_bytes(self) -> int:
         """Bytes kept if everything possible is recomputed, including inputs of recomputation."""

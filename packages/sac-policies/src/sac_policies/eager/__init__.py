@@ -11,6 +11,10 @@ Invariants:
   collective operators are unknown, and so is everything made without gradients.
 - Before an operator writes to a storage, all tensors of that storage become unknown, and each value
   that holds one of them gets a copy with the same strides.
-- A view of a held tensor is never cached, and nothing is cached while the forward runs.
+- A view of a held tensor is not recorded: it is held when it is read, as its memory is in any case.
+  Where hooks around the region or a policy may take the memory away, such views are recorded, but
+  their replays are not cached.
+- A reduction's result is held if it is much smaller than the argument.
+- Nothing is cached while the forward runs.
 - Reader counts decide when memory is freed, never which values are computed.
 """

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from .._torch_compat import storage_key
-
 UNVERSIONED = -1
 """Version of an inference tensor: it has no counter."""
 
@@ -27,17 +25,27 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """Return a key of a tensor's storage; None for layouts without one."""
-    if tensor.layout is not torch.strided:
+    """Return a key of a tensor's storage; None without one."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
         return None
-    return storage_key(tensor)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor with its strides and overlaps."""
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:
-        return tensor.clone()
-    if tensor.is_contiguous():
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested and tensor.numel()
+    if not is_plain or tensor.is_contiguous():
         return tensor.clone()
     sizes, strides = tensor.size(), tensor.stride()
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

@@ -27,8 +27,6 @@ from ._parted import parted
 
 
 class Region(Protocol):
-    """The parts of a region that a call of a compiled module reads."""
-
     policy: Policy
     path: ModulePath | None
 
@@ -54,7 +52,6 @@ class _Call:
             return _run(self.inner, args, kwargs, regions[-1])
 
     def restore(self) -> None:
-        """Restore the module, unless another region is open."""
         with _lock:
             if any(self.regions.values()) or vars(self.module).get(self.place) is not self:
                 return

@@ -12,21 +12,34 @@ backward: reading them earlier would synchronize with the device at each replay.
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
-from .._torch_compat import after_backward, backward_id, is_freed
+from .._torch_compat import after_backward, is_freed
 from .._torch_compat._dispatch import no_dispatch
-from ._capturing import is_capturing
+from ._aliasing import is_dense
 
 _STEPS = (127, 113, 109, 107, 103, 101, 97, 89)
 """Words from row to row of a table, primes: no row of a usual matrix is a whole number of them."""
 _LEAST_WORDS = 3 * _STEPS[0]
 """In less than three rows a change of three words may not be seen."""
 _WORD_BYTES = 8
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream is being captured. `device` gives the device type."""
+    ask = _asks(device.type)
+    return ask is not None and ask()
+
+
+@cache
+def _asks(kind: str) -> Callable[[], bool] | None:
+    if kind in ("cpu", "meta"):
+        return None
+    return getattr(torch.get_device_module(kind), "is_current_stream_capturing", None)
+
 
 _is_immediate: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cpu")
 """Whether the numbers of a tensor's device are there without waiting."""
@@ -59,58 +72,22 @@ class Guard:
             _raise_unless((self._sums == fingerprint(tensor)).all(), error)
 
 
-class _Comparisons:
-    """Results of comparisons in one backward, read at its end.
+def _raise_unless(same: torch.Tensor, error: Callable[[], Exception]) -> None:
+    """Raise `error` at the end of backward if `same` is False; at once outside of a backward.
 
-    The autograd engine holds them, and drops them if the backward fails. A nested backward has
-    separate results. The thread that ends a backward may not be the one that compared.
+    The autograd engine holds the comparison, and drops it if the backward fails.
     """
 
-    __slots__ = ("__weakref__", "_results")
+    def settle() -> None:
+        if not same:
+            raise error()
 
-    def __init__(self) -> None:
-        self._results: list[tuple[torch.Tensor, Callable[[], Exception]]] = []
-
-    def add(self, same: torch.Tensor, error: Callable[[], Exception]) -> None:
-        """Record a result; `error` is raised if it is False."""
-        self._results.append((same, error))
-
-    def settle(self) -> None:
-        """Raise the error of the first difference."""
-        for same, error in self._results:
-            if not same:
-                raise error()
-
-
-_running: weakref.WeakValueDictionary[int, _Comparisons] = weakref.WeakValueDictionary()
-"""By the number of the backward."""
-
-
-def _raise_unless(same: torch.Tensor, error: Callable[[], Exception]) -> None:
-    """Raise `error` at the end of backward if `same` is False; at once outside of a backward."""
-    backward = backward_id()
-    found = _running.get(backward)
-    if found is None and backward >= 0:
-        found = _Comparisons()
-        if after_backward(found.settle):
-            _running[backward] = found
-        else:
-            found = None
-    if found is not None:
-        found.add(same, error)
-    elif not same:
-        raise error()
+    if not after_backward(settle):
+        settle()
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sums of the bits of a tensor; equal tensors of equal layout have equal fingerprints.
-
-    Args:
-        tensor: of any shape, strides and dtype of whole bytes.
-
-    Returns:
-        int64 sums modulo 2**64 of rows, then of columns; all words if there are few.
-    """
+    """Return int64 sums of the bits of a tensor: of rows, then of columns; all words if few."""
     with no_dispatch(), torch.no_grad():
         return _sums(tensor.detach())
 
@@ -151,9 +128,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in one dimension, without a copy if they are contiguous."""
     if tensor.is_contiguous():
         return tensor.view(-1)
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return tensor.reshape(-1).contiguous()
-        expected *= size
-    return tensor.as_strided((tensor.numel(),), (1,))
+    if is_dense(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.reshape(-1).contiguous()

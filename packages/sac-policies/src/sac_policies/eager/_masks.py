@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._torch_compat import FAKE_TENSOR
+from ._aliasing import is_dense
 
 LEAST_ELEMENTS = 1024
 """Smaller masks are held as they are."""
@@ -16,30 +17,23 @@ LEAST_ELEMENTS = 1024
 class _Unpack:
     """Restores a mask from its bits; on the tape it is the operator of a call."""
 
-    __slots__ = ("call", "op", "shares")
+    __slots__ = ("call", "lists", "op", "positions", "shares")
 
     def __init__(self, call: Callable[..., torch.Tensor]) -> None:
         self.op = "the bits of a mask"
         self.call = call
         self.shares = False
+        self.positions: tuple[int, ...] = (0,)
+        self.lists: tuple[int, ...] = ()
 
 
 def takes(tensor: Any) -> bool:
-    """Whether a tensor is stored as bits: it is large and contiguous."""
+    """Whether a tensor is stored as bits: it is large and dense."""
     return (
         type(tensor) in (torch.Tensor, FAKE_TENSOR)
         and tensor.numel() >= LEAST_ELEMENTS
-        and (tensor.is_contiguous() or _is_dense(tensor))
+        and is_dense(tensor)
     )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def packed(mask: torch.Tensor) -> torch.Tensor:

@@ -26,18 +26,53 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
-from .._errors import MutationError
+from .._errors import EngineError, MutationError
 from .._torch_compat import alias, backward_id, storage_key
 from .._torch_compat._dispatch import no_dispatch
-from ._capturing import is_capturing, refuse_old_torch
-from ._moved_stats import counters
+from ._guards import is_capturing
 
+_KEEPS_PINNED_MEMORY = torch.__version__ >= "2.13"  # a TorchVersion, which compares as one
 _streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
 _measured = [0]  # number of running measurements; backward threads read it, too
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStats:
+    """Counts since the process began, over all devices; use differences.
+
+    Args:
+        copies_out: values copied to host memory.
+        bytes_out: their bytes.
+        copies_in: values copied back.
+        bytes_in: their bytes.
+        late: values read before their copy back was requested; backward stalls for them.
+        bytes_away: bytes in host memory now.
+    """
+
+    copies_out: int = 0
+    bytes_out: int = 0
+    copies_in: int = 0
+    bytes_in: int = 0
+    late: int = 0
+    bytes_away: int = 0
+
+
+class Counters:
+    """Running counts of `OffloadStats`.
+
+    Attributes:
+        bytes_unread: the part of `bytes_in` that was never read.
+    """
+
+    copies_out = bytes_out = copies_in = bytes_in = late = bytes_unread = 0
+
+
+counters = Counters()
 
 
 class NoHostMemoryError(Exception):
@@ -62,7 +97,6 @@ class MovedTensor:
         "_here",
         "_lock",
         "_made",
-        "_number",
         "_out",
         "_reader",
         "_storage",
@@ -83,12 +117,20 @@ class MovedTensor:
         with no_dispatch():
             self._stream = torch.accelerator.current_stream(self.home)
             self._captured = _is_capturing(self._stream)
-            refuse_old_torch(self._captured)
+            if self._captured and not _KEEPS_PINNED_MEMORY:
+                raise EngineError(
+                    "sac_policies.checkpoint: a policy offloads while a graph is being captured, "
+                    "but pinned memory is a graph's own only from torch 2.13 on, and this is "
+                    f"{torch.__version__}. Update torch, or capture a policy that keeps or "
+                    "recomputes."
+                )
             try:
                 self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             except RuntimeError as error:  # torch raises no special class for this
                 raise NoHostMemoryError from error
-            self._number = counters.out(tensor.nbytes)
+            counters.copies_out += 1
+            counters.bytes_out += tensor.nbytes
+            _away[id(self)] = self
             # Shares the tensor's version, also after its memory was freed.
             self._guard: torch.Tensor | None = alias(tensor)
             self._version = self._guard._version
@@ -110,14 +152,11 @@ class MovedTensor:
         if self._back is not None and self._arrived is not None:
             counters.bytes_unread += self._back.nbytes
             self._wait_to_free(self._back, self._arrived, into, self._back_captured)
-        counters.gone(getattr(self, "_number", -1))
 
     def is_copied(self) -> bool:
-        """Return whether its copy out has ended, without waiting."""
         return not self._here or self._has_ended(self._out, self._captured)
 
     def let_go(self) -> None:
-        """Free the device memory."""
         with self._lock:
             if self._here and self._guard is not None:
                 out, _ = _streams_of(self.home)
@@ -148,15 +187,10 @@ class MovedTensor:
         counters.bytes_in += back.nbytes
 
     def is_changed(self) -> bool:
-        """Return whether the tensor was changed in place since it was saved."""
         return self._guard is not None and self._guard._version != self._version
 
     def read(self) -> torch.Tensor:
-        """Return the tensor, ready for the current stream.
-
-        Raises:
-            MutationError: the tensor was changed in place since it was saved.
-        """
+        """Return the tensor, ready for the current stream."""
         if self.is_changed():
             raise MutationError(
                 "sac_policies.checkpoint: an offloaded tensor of shape "
@@ -207,6 +241,23 @@ class MovedTensor:
                 tensor.record_stream(by)
 
 
+_away: weakref.WeakValueDictionary[int, MovedTensor] = weakref.WeakValueDictionary()
+
+
+def offload_stats() -> OffloadStats:
+    """Return the counts of values offloaded by policies so far, in this process.
+
+    Values passed to saved-tensor hooks around a region belong to the hooks, and are not counted.
+
+    Example:
+        >>> offload_stats().bytes_away
+        0
+    """
+    counts = {name: getattr(counters, name) for name in OffloadStats.__slots__[:-1]}
+    away = [moved.host.nbytes for each in _away.valuerefs() if (moved := each()) is not None]
+    return OffloadStats(**counts, bytes_away=sum(away))
+
+
 def is_movable(tensor: torch.Tensor) -> bool:
     """Return whether a tensor can be copied asynchronously: it is plain and on an accelerator."""
     return (
@@ -242,7 +293,6 @@ class Leaving(threading.local):
 
     @contextmanager
     def lagging(self, nbytes: int) -> Iterator[None]:
-        """Allow that many bytes of running copies."""
         before, self.lag_bytes = self.lag_bytes, nbytes
         try:
             yield

@@ -46,13 +46,11 @@ class Observed:
             self._made[storage_key(held)] = made
 
     def moved(self, tensor: torch.Tensor) -> None:
-        """Record that a tensor is copied to the host."""
         made = self._made.get(storage_key(tensor))
         if made is not None:
             self.moved_from.add(made[0])
 
     def ended(self, values: list[ref[Value]]) -> None:
-        """Record the values that hold tensors."""
         self._values += values
 
     def held(self) -> dict[Call, tuple[int, str]]:
@@ -79,5 +77,5 @@ def _reason(recorder: Recorder, is_float: bool) -> str:
     if not torch.is_grad_enabled():
         return "it was made without gradients"
     if is_float and recorder.why == "integer results are held":
-        return "it was written to"
+        return "it is small" if recorder.reduces else "it was written to"
     return recorder.why

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -19,46 +19,12 @@ from ..policies._decisions import Decision
 from ..policies._operators import BATCH_NORMS, STATISTICS, Facts, facts_of
 from ..policies._policies import DEPENDS, Constant, Policy
 from ..policies._views import Operator
-from ._aliasing import tensors_among, version_of
+from ._aliasing import UNVERSIONED, tensors_among, version_of
 from ._fsdp import RANGE_OPS
 from ._values import Call, Item, Seen, Value
 
-
-class Tape(Protocol):
-    """The parts of a tape that recorders use.
-
-    Attributes:
-        known: the tensors that have a value, by `id`.
-    """
-
-    known: dict[int, Seen]
-
-    def value_of(self, tensor: torch.Tensor) -> Value:
-        """Return the value of a tensor; hold an unknown tensor."""
-
-    def known_value(self, tensor: torch.Tensor) -> Value | None:
-        """Return the value of a tensor, None if it is unknown."""
-
-    def note(self, tensor: torch.Tensor, value: Value, version: int) -> None:
-        """Note the value of a tensor at this version."""
-
-    def note_mask(self, mask: torch.Tensor, version: int) -> None:
-        """Hold a mask as bits."""
-
-    def before_write(self, written: list[torch.Tensor], *, is_seen: bool = True) -> None:
-        """Forget tensors of storages that will be written; copy the ones held by values."""
-
-    def note_unversioned(self, written: list[torch.Tensor]) -> None:
-        """Record storages that were written without a version change."""
-
-    def decide(
-        self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Count a call, and return whether the policy keeps its result."""
-
-    def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
-        """Record nothing while FSDP gathers or frees parameters."""
-
+if TYPE_CHECKING:
+    from ._tape import Tape
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs one call of an operator under a tape, and records it."""
@@ -88,6 +54,9 @@ _OUTSIDE = frozenset(("fsdp", "profiler", "prim"))
 _MASKS = {"bernoulli_": 0, "bernoulli": 0, "native_dropout": 1}
 """Operators that draw masks, and which of their results is one."""
 
+MUCH_SMALLER = 32
+"""Times that the result of a reduction is smaller than its argument to be held."""
+
 _is_grad_enabled = torch.is_grad_enabled
 
 
@@ -95,27 +64,27 @@ class Recorder:
     """One operator under one policy.
 
     Attributes:
-        op: the operator.
-        call: calls it.
-        facts: facts from its schema.
-        run: runs one call.
+        call: calls the operator.
+        run: runs one call under a tape.
         answer: the policy's constant answer.
         asks: whether each call is counted, and the policy is called after it.
         shares: whether its results share memory with its first argument.
+        positions: of arguments that may be tensors.
+        lists: positions of arguments that are lists of tensors.
         why: reason why its results are held although the policy does not keep them.
     """
 
     __slots__ = (
         "_is_view",
-        "_lists",
-        "_positions",
         "_short",
         "answer",
         "asks",
         "call",
         "facts",
         "is_aten",
+        "lists",
         "op",
+        "positions",
         "run",
         "shares",
         "why",
@@ -135,12 +104,16 @@ class Recorder:
         self._short = "" if schema is None else schema.name.partition("::")[2]
         self.shares = self.facts.is_view or (self.is_aten and self._short in _UNSAFE_VIEWS)
         self._is_view = self.facts.is_view
-        self._positions, self._lists = _tensor_positions(schema)
+        self.positions, self.lists = _tensor_positions(schema)
         self.run, self.why = self._kind(schema)
 
     @property
+    def reduces(self) -> bool:
+        """Whether its result may be held because it is small."""
+        return self.run == self._reduction
+
+    @property
     def keeps(self) -> bool:
-        """Whether the policy keeps the result of every call."""
         return self.answer is Decision.SAVE
 
     def _kind(self, schema: Any) -> tuple[Run, str]:
@@ -175,14 +148,13 @@ class Recorder:
             return self._held, "it does not return the same bits each time"
         if self.is_aten and self._short in _UNDEFINED:
             return self._held, "its result is not determined by its arguments"
-        if not _returns_tensors(schema):
+        if self.keeps or not _returns_tensors(schema):
             return self._held, ""
-        if self.keeps:
-            return self._held, ""
-        run = self._several
-        if _returns_one(schema):
-            run = self._view if self._is_view else self._single
-        return run, "integer results are held"
+        if not _returns_one(schema):
+            return self._several, "integer results are held"
+        if any(each.name == "keepdim" for each in schema.arguments):
+            return self._reduction, "integer results are held"
+        return self._single, "integer results are held"
 
     def _kind_of_write(self, schema: Any) -> tuple[Run, str]:
         first = schema.arguments[0].alias_info if schema.arguments else None
@@ -202,7 +174,7 @@ class Recorder:
     def _held(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks:
-            self._keeps(tape, out, args, kwargs)
+            tape.decide(self, out, args, kwargs)
         return out
 
     def _range(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -212,27 +184,46 @@ class Recorder:
 
     def _single(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
-        if self.asks and self._keeps(tape, out, args, kwargs):
+        if self.asks and tape.decide(self, out, args, kwargs):
             return out
-        if not (_is_grad_enabled() or self._is_called_by_library()):
+        version = 0
+        if self.shares:
+            seen = tape.known.get(id(args[0]))
+            if (seen is None or seen.value.held is not None) and not tape.records_views:
+                return out
+            version = version_of(args[0]) if self._is_view else 0
+        # DTensor makes views in autograd functions.
+        if not (_is_grad_enabled() or self._is_view or self._is_called_by_library()):
             return out
         dtype = out.dtype
-        if dtype.is_floating_point or dtype.is_complex or not self._cuts(args, dtype):
-            tape.note(out, self._recorded(tape, args, kwargs), 0)
+        if (
+            dtype.is_floating_point
+            or dtype.is_complex
+            or self._is_view
+            or not self._cuts(args, dtype)
+        ):
+            value = self._recorded(tape, args, kwargs)
+            if version != UNVERSIONED:
+                seen = Seen(out, tape.note_gone)
+                seen.key, seen.value, seen.version = id(out), value, version
+                tape.known[seen.key] = seen
         return out
 
-    def _view(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a view, also without gradients: DTensor makes views in autograd functions."""
-        out = self.call(*args, **kwargs) if kwargs else self.call(*args)
-        if self.asks:
-            self._keeps(tape, out, args, kwargs)
-        tape.note(out, self._recorded(tape, args, kwargs), version_of(args[0]))
+    def _reduction(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hold a result that is much smaller than its argument: it costs less than a replay."""
+        out = self._single(tape, args, kwargs)
+        if out.numel() * MUCH_SMALLER <= args[0].numel():
+            tape.known.pop(id(out), None)
         return out
 
     def _several(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
-        if self.asks and self._keeps(tape, out, args, kwargs):
+        if self.asks and tape.decide(self, out, args, kwargs):
             return out
+        if self.shares:
+            seen = tape.known.get(id(args[0]))
+            if (seen is None or seen.value.held is not None) and not tape.records_views:
+                return out
         is_recorded = _is_grad_enabled() or self._is_view or self._is_called_by_library()
         if is_recorded and type(out) in (tuple, list):
             self._note_items(tape, args, kwargs, out)
@@ -270,7 +261,6 @@ class Recorder:
         return [t.shape for t in exact if t.dim() and self._cuts(args, t.dtype)]
 
     def _attention(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record attention without dropout."""
         at, given = self.facts.dropout, kwargs.get("dropout_p", 0.0)
         assert at is not None
         if self.keeps or (args[at] if at < len(args) else given):
@@ -287,7 +277,6 @@ class Recorder:
         return (self._held if self.keeps else self._several)(tape, args, kwargs)
 
     def _mask(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw a mask, and record its bits."""
         out = self._held(tape, args, kwargs)
         if _is_grad_enabled():
             mask = out if isinstance(out, torch.Tensor) else out[_MASKS[self._short]]
@@ -295,7 +284,6 @@ class Recorder:
         return out
 
     def _drawn_mask(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw a mask into a tensor, and record its bits."""
         out = self._written(tape, args, kwargs)
         if _is_grad_enabled():
             tape.note_mask(args[0], version_of(args[0]) + 1)
@@ -333,7 +321,7 @@ class Recorder:
         call = self._recorded(tape, args, kwargs, copies=True)
         tape.before_write([target])
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
-        if not (self.asks and self._keeps(tape, out, args, kwargs)):
+        if not (self.asks and tape.decide(self, out, args, kwargs)):
             tape.note(target, call, version_of(target) + 1)
         return out
 
@@ -344,19 +332,20 @@ class Recorder:
     ) -> Call:
         inputs: list[Value] = []
         values, count, known = list(args), len(args), tape.known
-        for at in self._positions:
+        for at in self.positions:
             if at >= count:
                 break
             arg = args[at]
-            if isinstance(arg, torch.Tensor):
-                seen = known.get(id(arg))
-                if seen is not None and seen() is arg and seen.version == arg._version:
-                    value = seen.value
-                else:
-                    value = tape.value_of(arg)
-                values[at] = value
-                inputs.append(value)
-        for at in self._lists:
+            seen = known.get(id(arg))
+            if seen is not None and seen() is arg and seen.version == args[at]._version:
+                value = seen.value
+            elif isinstance(arg, torch.Tensor):
+                value = tape.hold(arg, version_of(arg))
+            else:
+                continue
+            values[at] = value
+            inputs.append(value)
+        for at in self.lists:
             if at < count:
                 values[at] = _listed(tape, args[at], inputs)
         named = None
@@ -372,10 +361,6 @@ class Recorder:
         if dtype is torch.bool:
             return False
         return any(each.is_floating_point() for each in tensors_among(args))
-
-    def _keeps(self, tape: Tape, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Count a call, and return whether the policy keeps the result."""
-        return tape.decide(self, out, args, kwargs) and not self._is_view
 
 
 def _listed(tape: Tape, arg: Any, inputs: list[Value]) -> Any:
@@ -414,19 +399,15 @@ class Table:
     """The recorders of one policy, made as operators appear.
 
     Attributes:
-        policy: the policy.
-        runs: function for the calls of an operator, by `id`, because hashing an operator runs
-            Python.
-        recorders: by operator.
+        runs: what runs the calls of an operator, by `id`: hashing an operator runs Python.
     """
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+        self.policy, self.offloads = policy, policy.offloads
         self.runs: dict[int, Run] = {}
         self.recorders: dict[Operator, Recorder] = {}
 
     def run_of(self, op: Operator) -> Run:
-        """Return the function for the calls of an operator."""
         recorder = self.recorders.get(op) or Recorder(op, self.policy)
         self.recorders[op], self.runs[id(op)] = recorder, recorder.run
         return recorder.run

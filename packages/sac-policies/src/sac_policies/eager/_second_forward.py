@@ -209,7 +209,6 @@ class _Second:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all tensors were recomputed, or a difference was found."""
         return self._error is not None or self._count >= len(self._region.saved)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:

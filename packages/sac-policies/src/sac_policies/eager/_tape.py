@@ -53,8 +53,6 @@ class Region:
     """One call of a function under one policy.
 
     Attributes:
-        policy: the policy of the region.
-        table: the recorders of the policy.
         watch: names and operators of the policy's regions so far.
         calls: number of calls of each operator that the policy is asked about, by `id`, because
             hashing an operator runs Python.
@@ -63,8 +61,6 @@ class Region:
         kept: whether the policy kept a value by an answer to one call.
         inside: operators of nested regions.
         path: the running module, if the policy reads modules.
-        compiled: the compiled modules below the root.
-        observer: for reports.
     """
 
     def __init__(
@@ -95,7 +91,6 @@ class Region:
         kwargs: dict[str, Any],
         label: str | None = None,
     ) -> OpView:
-        """Return one call as the policy sees it."""
         module = "" if self.path is None else self.path.now
         return OpView(op, index, out, args, kwargs, module, label)
 
@@ -132,7 +127,6 @@ class _Flattened:
         self.version, self.wrapper = version_of(tensor), ref(tensor)
 
     def restored(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        """Return such a tensor around the values."""
         wrapper = self.wrapper()
         if wrapper is not None and version_of(wrapper) != self.version:
             raise MutationError(
@@ -155,6 +149,8 @@ class Tape(TorchDispatchMode):
 
     Attributes:
         region: the running region; nested regions share the tape.
+        records_views: whether views of held tensors are recorded. Otherwise such a view is unknown,
+            and held when it is read: its memory is held in any case.
         takes_fakes: whether calls with fake tensors are recorded. DTensor propagates shardings on
             fake tensors, which a region of real tensors must ignore.
     """
@@ -163,7 +159,6 @@ class Tape(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run compiled, if torch allows that under a mode."""
         return LETS_COMPILE
 
     def __init__(self, region: Region, outer: Hooks | None) -> None:
@@ -171,10 +166,12 @@ class Tape(TorchDispatchMode):
         self.region = region
         self._runs = region.table.runs
         self._outer = outer
+        # Hooks around the region store each value once, and a view keeps its base on the device.
+        self.records_views = outer is not None or region.table.offloads
         self._is_open = True
         self.known: dict[int, Seen] = {}
         self._gone: list[Seen] = []
-        self._note_gone = self._gone.append
+        self.note_gone = self._gone.append
         self._holders: list[ref[Value]] = []
         self._storages: set[int | None] | None = None
         self._ranges = Ranges()
@@ -193,7 +190,6 @@ class Tape(TorchDispatchMode):
     # Running a region
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Call a function and record its operators."""
         before, _current.tape = getattr(_current, "tape", None), self
         push_hooks(self._pack, self._unpack)
         try:
@@ -214,6 +210,7 @@ class Tape(TorchDispatchMode):
         """Call the function of a nested region under its own policy."""
         before = self.region
         self.region, self._runs = region, region.table.runs
+        self.records_views |= region.table.offloads
         try:
             with ExitStack() as until:
                 region.follow(until, self._named)
@@ -256,7 +253,7 @@ class Tape(TorchDispatchMode):
 
     def value_of(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor; hold an unknown tensor."""
-        return self.known_value(tensor) or self._hold(tensor, version_of(tensor))
+        return self.known_value(tensor) or self.hold(tensor, version_of(tensor))
 
     def known_value(self, tensor: torch.Tensor) -> Value | None:
         """Return the value of a tensor, None if it is unknown."""
@@ -268,7 +265,7 @@ class Tape(TorchDispatchMode):
     def note(self, tensor: torch.Tensor, value: Value, version: int) -> None:
         """Note the value of a tensor at this version; an inference tensor stays unknown."""
         if version != UNVERSIONED:
-            seen = Seen(tensor, self._note_gone)
+            seen = Seen(tensor, self.note_gone)
             seen.key, seen.value, seen.version = id(tensor), value, version
             self.known[seen.key] = seen
 
@@ -295,19 +292,17 @@ class Tape(TorchDispatchMode):
     def before_write(self, written: list[torch.Tensor], *, is_seen: bool = True) -> None:
         """Forget tensors of storages that will be written; copy tensors held by values.
 
-        Args:
-            written: the tensors.
-            is_seen: whether version counters show the write. If not, tensors that autograd saved
-                itself are not copied: batch norm saves its statistics and does not read them.
+        If version counters do not show the write, tensors that autograd saved itself are not
+        copied: batch norm saves its statistics and does not read them.
         """
         if not written:
             return
         with no_dispatch():
             storages = {storage_of(each) for each in written}
-            for seen in list(self.known.values()):
+            for key, seen in list(self.known.items()):
                 tensor = seen()
                 if tensor is not None and storage_of(tensor) in storages:
-                    self.known.pop(seen.key, None)
+                    self.known.pop(key, None)
             tensor = None
             live = self._live_holders()
             for value in live:
@@ -340,7 +335,7 @@ class Tape(TorchDispatchMode):
                     self._copy(value, value.held)
 
     def _live_holders(self) -> list[Value]:
-        return [value for value in (each() for each in self._holders) if value is not None]
+        return [value for each in self._holders if (value := each()) is not None]
 
     def note_unversioned(self, written: list[torch.Tensor]) -> None:
         """Record storages written without a version change; values hold copies of them."""
@@ -349,7 +344,7 @@ class Tape(TorchDispatchMode):
     def decide(
         self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Count a call, and return whether the policy keeps its result."""
+        """Whether the policy keeps the result of a call, which is counted."""
         region, op = self.region, recorder.op
         key: Any = id(op)
         if isinstance(op, torch._ops.HigherOrderOperator) and args:
@@ -391,7 +386,7 @@ class Tape(TorchDispatchMode):
 
     # Holding
 
-    def _hold(self, tensor: torch.Tensor, version: int) -> Value:
+    def hold(self, tensor: torch.Tensor, version: int) -> Value:
         is_itself = (
             self._outer is not None  # hooks get the tensor that autograd would give them
             or version == UNVERSIONED
@@ -416,7 +411,6 @@ class Tape(TorchDispatchMode):
         return value
 
     def _keep(self, value: Value, tensor: torch.Tensor) -> None:
-        """Hold a tensor that a call made."""
         if value.held is None and value.boxed is None:
             value.hold(tensor if self._outer is not None else unseen_alias(tensor))
             self._holders.append(ref(value))
@@ -496,27 +490,23 @@ class Tape(TorchDispatchMode):
     def _pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) not in _PLAIN and is_wrapper(tensor):
             return _Flattened(tensor, self._pack_part)
-        value = self.saved(tensor, tensor.requires_grad)
-        if self.region.checks and value.guard is None:
-            is_made_again = value.held is None and value.boxed is None
-            with no_dispatch():
-                is_dense = tensor.layout is torch.strided and not tensor.is_nested
-                if is_made_again and is_dense and not is_fake(tensor):
-                    value.guard = Guard(_resolved(tensor))
-        return value
-
-    def saved(self, tensor: torch.Tensor, needs_grad: bool) -> Value:
-        """Return the value of a tensor that autograd saves; hold an unknown tensor."""
-        value = self.known_value(tensor)
-        if not needs_grad and (value is None or (not self._marked and _views_held(value))):
+        seen = self.known.get(id(tensor))
+        if seen is not None and seen() is tensor and seen.version == tensor._version:
+            value = seen.value
+        elif tensor.requires_grad:
+            value = self.hold(tensor, version_of(tensor))
+        else:
             value = self._held(tensor, version_of(tensor))
             value.is_alone = True
-        elif value is None:
-            value = self._hold(tensor, version_of(tensor))
         value.is_saved = True
         want(value)
         if self._pending:
             self._start_copies()
+        if self.region.checks and value.guard is None and value.made_by is not None:
+            with no_dispatch():
+                is_dense = tensor.layout is torch.strided and not tensor.is_nested
+                if value.held is None and is_dense and not is_fake(tensor):
+                    value.guard = Guard(_resolved(tensor))
         return value
 
     def _pack_part(self, tensor: torch.Tensor) -> Any:
@@ -586,11 +576,7 @@ _current = _Current()
 
 
 def tape_here(hooks: Hooks | None) -> Tape | None:
-    """Return this thread's tape, if autograd currently saves to it.
-
-    Args:
-        hooks: the current saved-tensor hooks.
-    """
+    """Return this thread's tape, if its hooks are the current ones."""
     tape = _current.tape
     return tape if tape is not None and tape.takes_hooks(hooks) else None
 
@@ -600,7 +586,7 @@ _ended: WeakSet[Tape] = WeakSet()
 
 
 def _nothing() -> None:
-    """Replace a weak reference to an earlier region that offloads."""
+    """No earlier region offloads."""
 
 
 def _alias_in(packed: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
@@ -649,15 +635,6 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     names, _ = tensor.__tensor_flatten__()
     parts = [part for name in names if isinstance(part := getattr(tensor, name), torch.Tensor)]
     return [each for part in parts for each in parts_of(part)]
-
-
-def _views_held(value: Value) -> bool:
-    """Whether a value is a view of a held tensor, such as a buffer: both have one storage."""
-    call = value.made_by
-    while value.held is None and call is not None and call.recorder.shares:
-        value = call.inputs[0]
-        call = value.made_by
-    return type(value) is Value and value.held is not None
 
 
 def _reads_freed(value: Value) -> bool:

@@ -58,15 +58,10 @@ class Value:
 
     @property
     def made_by(self) -> Call | None:
-        """The call that recomputes it."""
         return None
 
     def now(self) -> torch.Tensor | None:
-        """Return the tensor if it is held or cached.
-
-        Raises:
-            MutationError: it was changed in place.
-        """
+        """Return the tensor if it is held or cached, unless it was changed."""
         tensor = self.held
         if tensor is not None:
             if self.version != UNVERSIONED and tensor._version != self.version:
@@ -97,17 +92,17 @@ class Recorded(Protocol):
     op: Any
     call: Callable[..., Any]
     shares: bool
+    positions: tuple[int, ...]
+    lists: tuple[int, ...]
 
 
 class Call(Value):
     """A call of a functional operator; also the value of its only result.
 
     Attributes:
-        recorder: the operator's recorder.
         args: positional arguments, with values in place of tensors.
-        kwargs: keyword arguments, likewise.
         inputs: all values among the arguments.
-        items: weak references to the values of several results.
+        items: the values of several results.
         copies: whether the operator writes to its first argument, of which each run makes a copy.
         wanted: whether backward may run it.
     """
@@ -142,20 +137,24 @@ class Call(Value):
 
     def run(self, made: dict[Value, torch.Tensor]) -> Any:
         """Call the operator again. `made` contains the inputs that are neither held nor cached."""
-        args = self.args.copy()
-        for at, arg in enumerate(args):
-            kind = type(arg)
-            if kind in _VALUES:
-                tensor = made.get(arg)
-                args[at] = arg.now() if tensor is None else tensor
-            elif kind is list:
-                args[at] = _read(arg, made)
+        recorder, args = self.recorder, self.args.copy()
+        count = len(args)
+        for at in recorder.positions:
+            if at >= count:
+                break
+            value = args[at]
+            if type(value) in _VALUES:
+                tensor = made.get(value)
+                args[at] = value.now() if tensor is None else tensor
+        for at in recorder.lists:
+            if at < count:
+                args[at] = _read(args[at], made)
         if self.copies:
             args[0] = copy_of(args[0])
         if self.kwargs:
             kwargs = {name: _read(arg, made) for name, arg in self.kwargs.items()}
-            return self.recorder.call(*args, **kwargs)
-        return self.recorder.call(*args)
+            return recorder.call(*args, **kwargs)
+        return recorder.call(*args)
 
 
 class Item(Value):
@@ -170,7 +169,6 @@ class Item(Value):
 
     @property
     def made_by(self) -> Call | None:
-        """The call of the result."""
         return self.whole
 
     def hold(self, tensor: torch.Tensor) -> None:
@@ -222,12 +220,7 @@ def want(value: Value) -> None:
 
 
 class Replay:
-    """Replays values, and caches those that a backward reads again.
-
-    Attributes:
-        runs: whether a replay runs now.
-        cached: the cached values.
-    """
+    """Replays values, and caches those that a backward reads again."""
 
     __slots__ = ("_backward", "cached", "runs")
 
@@ -243,17 +236,16 @@ class Replay:
             value: the value.
             backward: number of the running backward.
             caches: whether values with other readers may be cached.
-
-        Raises:
-            MutationError: a tensor that it is computed from was changed in place.
         """
         if backward != self._backward:
             self.drop()
             self._backward = backward
         tensor = value.now()
         if tensor is None:
-            is_ready = type(value) is Call and _reads_held(value)
-            tensor = (self._made_at_once if is_ready else self._made)(value, caches)
+            if isinstance(value, Call) and _is_ready(value):
+                tensor = self._made_at_once(value, caches)
+            else:
+                tensor = self._made(value, caches)
         value.reads += 1
         if value.reads >= value.readers:
             value.cached, value.reads = None, 0
@@ -262,34 +254,34 @@ class Replay:
         return tensor
 
     def drop(self) -> None:
-        """Drop cached values."""
         for each in self.cached:
             value = each()
             if value is not None:
                 value.cached, value.reads = None, 0
         self.cached.clear()
 
-    def _made_at_once(self, root: Value, caches: bool) -> torch.Tensor:
-        """Make a value by one call whose inputs are all held."""
-        assert isinstance(root, Call), "it is a call"
+    def _made_at_once(self, root: Call, caches: bool) -> torch.Tensor:
+        """Make a value by one call whose inputs are held or cached."""
         before, self.runs = self.runs, True
         try:
             with below_autograd(), no_torch_function():
                 tensor: torch.Tensor = root.run({})
         finally:
             self.runs = before
-        if caches and not root.recorder.shares and root.readers - root.reads > 1:
+        is_borrowed = root.recorder.shares and root.inputs[0].held is not None
+        if caches and not is_borrowed and root.readers - root.reads > 1:
             self._cache(root, tensor)
+        for each in root.inputs:
+            if each.held is None:
+                each.reads += 1
+                if each.reads >= each.readers:
+                    each.cached, each.reads = None, 0
         return tensor
 
     def _made(self, root: Value, caches: bool) -> torch.Tensor:
         made: dict[Value, torch.Tensor] = {}
-        order = _order(root, made)  # hooks around the region may use autograd
         readers: dict[Value, int] = {root: 1}
-        for call in order:
-            for each in call.inputs:
-                if each.held is None:
-                    readers[each] = readers.get(each, 0) + 1
+        order = _order(root, made, readers)  # hooks around the region may use autograd
         borrowed: set[Value] = set()  # results that share memory with a held tensor
         before, self.runs = self.runs, True
         try:
@@ -305,41 +297,24 @@ class Replay:
                     else:
                         self._sort(call, out, made, readers, caches and call not in borrowed)
                     out = None
-                    self._count_reads(call, made, readers, borrowed if caches else None)
+                    for each in call.inputs:
+                        if each.held is not None:
+                            continue
+                        each.reads += 1
+                        left = readers[each] = readers[each] - 1
+                        if left:
+                            continue
+                        if each.reads >= each.readers:
+                            each.cached, each.reads = None, 0
+                        elif caches and each.cached is None and each not in borrowed:
+                            self._cache(each, made[each])
+                        del made[each]
         finally:
             self.runs = before
         tensor = made[root]
         if caches and root not in borrowed and root.readers - root.reads > 1:
             self._cache(root, tensor)
         return tensor
-
-    def _count_reads(
-        self,
-        call: Call,
-        made: dict[Value, torch.Tensor],
-        readers: dict[Value, int],
-        borrowed: set[Value] | None,
-    ) -> None:
-        """Drop inputs that no later call of this replay reads, or cache them for other readers.
-
-        Args:
-            call: the call that has run.
-            made: values of this replay.
-            readers: how many calls are still to read each value.
-            borrowed: values not to cache; None to cache none.
-        """
-        for each in call.inputs:
-            if each.held is not None:
-                continue
-            each.reads += 1
-            left = readers[each] = readers[each] - 1
-            if left:
-                continue
-            tensor = made.pop(each)
-            if each.reads >= each.readers:
-                each.cached, each.reads = None, 0
-            elif borrowed is not None and each.cached is None and each not in borrowed:
-                self._cache(each, tensor)
 
     def _sort(
         self,
@@ -349,7 +324,6 @@ class Replay:
         readers: dict[Value, int],
         caches: bool,
     ) -> None:
-        """Assign the results of a call to their values."""
         for item, tensor in zip(call.items or (), out, strict=True):
             value = None if item is None else item()
             if value is None or value.held is not None:
@@ -364,54 +338,60 @@ class Replay:
         self.cached.append(ref(value))
 
 
-def _reads_held(call: Call) -> bool:
+def _is_ready(call: Call) -> bool:
     for each in call.inputs:
-        if each.held is None:
+        if each.held is None and (each.cached is None or each.now() is None):
             return False
-    return call.made_by is not None
+    return call.boxed is None and call.items is None
 
 
 def _results(call: Call) -> list[Value]:
-    """List the values that a call makes."""
     if call.items is None:
         return [call]
     found = [item() for item in call.items if item is not None]
     return [call, *(each for each in found if each is not None)]
 
 
-def _order(root: Value, made: dict[Value, torch.Tensor]) -> list[Call]:
-    """List the calls that make a value, in order; add held and cached inputs to `made`."""
+def _order(root: Value, made: dict[Value, torch.Tensor], readers: dict[Value, int]) -> list[Call]:
+    """List the calls that make a value, in order.
+
+    Args:
+        root: the value.
+        made: gets the inputs that are cached or boxed.
+        readers: gets the number of listed calls that read each input that is not held.
+    """
     first = root.made_by
     if first is None:
         made[root] = _unboxed(root)
         return []
     order: list[Call] = []
+    seen: set[Call] = set()
     done: set[Call] = set()
     stack = [first]
     while stack:
         call = stack[-1]
-        if call in done:
+        if call in seen:
             stack.pop()
+            if call not in done:
+                done.add(call)
+                order.append(call)
             continue
-        waits = False
+        seen.add(call)
         for each in reversed(call.inputs):  # the first is made first
-            if each.held is not None or each in made:
+            if each.held is not None:
                 continue
-            if each.cached is not None:
-                tensor = each.now()
-                if tensor is not None:
-                    made[each] = tensor
-                    continue
+            readers[each] = readers.get(each, 0) + 1
+            if each in made:
+                continue
+            tensor = None if each.cached is None else each.now()
+            if tensor is not None:
+                made[each] = tensor
+                continue
             maker = each if type(each) is Call and each.boxed is None else each.made_by
             if maker is None:
                 made[each] = _unboxed(each)
             elif maker not in done:
                 stack.append(maker)
-                waits = True
-        if not waits:
-            stack.pop()
-            done.add(call)
-            order.append(call)
     return order
 
 

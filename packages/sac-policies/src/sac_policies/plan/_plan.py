@@ -214,7 +214,7 @@ def _hidden(
             return
         trace = profile(forward, *args, **kwargs)
         link = Link(rate, rate, seconds["forward", number])
-        away = {op for item in link.hidden(trace, input_bytes) for op in item.ops}
+        away = {item.op for item in link.hidden(trace, input_bytes)}
         if away:
             rows = sorted((trace.ops[op].key, Decision.SAVE) for op in away)
             size = sum(size for (op, _), size in trace.replayable.items() if op in away)

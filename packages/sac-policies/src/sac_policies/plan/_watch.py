@@ -22,7 +22,7 @@ from .._tensors import tensors_in
 from .._torch_compat import storage_bytes, storage_key, storage_under
 from .._torch_compat._module_calls import around_calls
 from .._watching_mode import WatchingMode
-from ..budget._times import no_collection
+from ..budget._measure import no_collection
 from ..policies._flops import flops_of
 from ._alike import Blocks
 from ._devices import Device

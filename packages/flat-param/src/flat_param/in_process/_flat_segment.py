@@ -1,0 +1,168 @@
+"""One segment: its buffer, the parameters in it, and their flat gradient.
+
+Invariants:
+- After a backward, a parameter's gradient is a view of the flat gradient, or None if no backward
+  reached it. A hook on each parameter copies a gradient if autograd made a new tensor; autograd
+  itself adds to a view.
+- Whenever the flat gradient is read, it is zero where a parameter's gradient is None.
+- It is allocated at the first gradient. A frozen segment has none.
+- A gradient that was assigned or cleared without a backward is found by `grad`, which compares all
+  parameters. Chunks are read several times a step, so they call it only after an arrival, or if
+  the gradient of the first or the last parameter has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter, is_
+from weakref import WeakMethod, ref
+
+import torch
+from torch import Tensor, nn
+
+from .._errors import StateError
+from ..buffers._grads import GradBuffer
+from ..buffers._views import ParamViews, allocate, over, param_views, zeros
+from ..layout._layout import Segment
+
+_grad_of = attrgetter("grad")
+
+
+class FlatSegment:
+    """The tensors of one segment.
+
+    Each parameter has a separate storage over its part of the buffer's memory, so that state dicts
+    do not look tied (see `over`). In shared memory, parameters are plain views of the buffer.
+
+    Args:
+        plan: names, layout and trainability.
+        params: in layout order; become views of a new buffer.
+        sync: compares the module with the plan; a method, held weakly.
+
+    Attributes:
+        buffer: `(plan.layout.numel,)`, outside autograd.
+        arrivals: gradients accumulated so far; distinguishes a new gradient from a cleared one.
+    """
+
+    def __init__(self, plan: Segment, params: list[nn.Parameter], sync: Callable[[], None]) -> None:
+        self.plan, self.params, self._sync = plan, params, WeakMethod(sync)
+        whole = allocate(plan.layout, device=params[0].device)
+        if whole.device.type == "cpu" and any(param.is_shared() for param in params):
+            whole.share_memory_()
+        memory = whole.untyped_storage()
+        self.buffer: Tensor = over(memory, whole)
+        views = param_views(self.buffer, plan.layout)
+        ParamViews(params, [over(memory, view) for view in views]).take_all()
+        self.arrivals: int = sum(param.grad is not None for param in params)
+        self._seen: tuple[int, ...] = ()
+        self._held: GradBuffer | None = None
+        self._is_closed = False
+        # Weak: the garbage collector does not see the reference that C++ holds to a parameter's
+        # hooks. A strong hook would keep the buffers alive after the model is deleted.
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(partial(_arrived, ref(self), index))
+            for index, param in enumerate(params if plan.trainable else ())
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks; parameters keep their memory and gradients."""
+        self._is_closed, self._seen = True, ()
+        for hook in self._hooks:
+            hook.remove()
+
+    def sync(self) -> None:
+        """Compare the module with the plan.
+
+        Raises:
+            StateError: the module was unflattened.
+        """
+        sync = self._sync()
+        if sync is not None:
+            sync()
+        elif self._is_closed:
+            raise unflattened("the module")
+
+    @property
+    def grad(self) -> Tensor:
+        """Return the up-to-date flat gradient, `(numel,)`.
+
+        Raises:
+            StateError: the segment is frozen.
+        """
+        if not self.plan.trainable:
+            raise StateError(
+                f"flat_param.FlatParams: segment '{self.plan.name}' is frozen, but only a "
+                "trainable segment has a gradient. Name a trainable segment."
+            )
+        held = self._allocated()
+        self._take_all(held)
+        self._seen = () if self._is_closed else self._state()
+        return held.flat
+
+    @property
+    def synced_grad(self) -> Tensor | None:
+        """The flat gradient; None if a gradient may have changed, so that `grad` is needed."""
+        if self._held is None or self._seen != self._state():
+            return None
+        return self._held.flat
+
+    def zero_grad(self) -> None:
+        """Zero the flat gradient with one fill; gradients that are None stay None."""
+        if self._held is not None or any(param.grad is not None for param in self.params):
+            self.grad.zero_()
+
+    def _state(self) -> tuple[int, ...]:
+        return self.arrivals, id(self.params[0].grad), id(self.params[-1].grad)
+
+    @torch.no_grad()
+    def _take_all(self, held: GradBuffer) -> None:
+        if all(map(is_, map(_grad_of, self.params), held.views)):
+            return
+        for index, param in enumerate(self.params):
+            grad, view = param.grad, held.views[index]
+            held.arrived[index] = grad is not None
+            if grad is not None and grad is not view:
+                self._take(held, index, param, grad)
+                self.arrivals += not grad.requires_grad
+        held.zero_rest()
+
+    def _take(self, held: GradBuffer, index: int, param: Tensor, grad: Tensor) -> None:
+        held.put(index, grad.detach())
+        if not grad.requires_grad:  # with create_graph=True it has a graph, which a user needs
+            param.grad = held.views[index]
+
+    def _allocated(self) -> GradBuffer:
+        if self._held is None:
+            buffer = self.buffer
+            with torch.inference_mode(False):
+                flat = zeros(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
+                self._held = GradBuffer(flat, self.plan.layout, [False] * len(self.params))
+        return self._held
+
+    def arrive(self, index: int, param: Tensor) -> None:
+        """Take a gradient that autograd has accumulated."""
+        self.arrivals += 1
+        held, grad = self._allocated(), param.grad
+        if grad is not None and grad is not held.views[index]:
+            try:
+                self._take(held, index, param, grad)
+            except RuntimeError:
+                # `param.data` has another shape, dtype or device. The gradient stays apart until
+                # the flat view is used, which plans again or raises the error.
+                return
+
+
+def _arrived(at: ref[FlatSegment], index: int, param: Tensor) -> None:
+    segment = at()
+    if segment is not None and not segment._is_closed:
+        segment.arrive(index, param)
+
+
+def unflattened(name: str) -> StateError:
+    """The error for a view or a chunk of an unflattened module."""
+    return StateError(
+        f"flat_param.FlatParams: {name} was unflattened, but its flat view or a chunk of it is "
+        "used, which would train nothing. Use the view that the next flatten returns, and build a "
+        "new optimizer."
+    )
