@@ -68,29 +68,18 @@ def async_save_sharded(
     optimizer: Optimizer | None = None,
     step: int | None = None,
 ) -> Future[None]:
-    """Write a checkpoint like `save_sharded`, in a thread, while training continues. Collective.
+    """Write a checkpoint in a thread, while training continues. Collective.
+
+    Takes the arguments of `save_sharded`, and raises its errors before it returns or in the future.
 
     Copies this rank's part to host memory and returns; later changes are not in the checkpoint. A
     process has one save at a time: the next one, asynchronous or not, waits for it. The
     interpreter does not exit before it has finished.
 
-    Args:
-        module: sharded.
-        path: a folder that all ranks can access.
-        optimizer: of the module.
-        step: as in `save_sharded`.
-
     Returns:
         A future with the errors of `save_sharded`. An error is also logged when it happens.
-
-    Raises:
-        CheckpointError: ranks are at different steps, or another rank has failed.
-        StateError: as in `save_sharded`.
     """
-    return _start(_prepare(module, path, optimizer, step, snapshot=True), path)
-
-
-def _start(write: Callable[[], None], path: str | os.PathLike[str]) -> Future[None]:
+    write = _prepare(module, path, optimizer, step, snapshot=True)
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()  # cannot be cancelled, since other ranks write too
 
@@ -155,8 +144,8 @@ def _short(told: Any) -> Any:
 
 
 def _steps_of(module: nn.Module) -> list[int]:
-    """Return the number of optimizer steps on each part of the module in this process."""
-    parts = [part for unit in units_below(module) for part in unit.parts]
+    """The number of optimizer steps on each part of the module in this process."""
+    parts = (part for unit in units_below(module) for part in unit.parts)
     return [piece.segment.steps for part in parts for piece in part.pieces[:1]]
 
 
