@@ -168,7 +168,8 @@ def check_hostile_files_run_nothing(rank: int, world: int) -> None:
     outside = pickle.loads(good)
     next(iter(outside.storage_data.values())).relative_path = "../outside"
     long_list = pickle.loads(good)
-    long_list.planner_data["model.embed.weight"] = ("model", 10**9)
+    key = next(key for key in long_list.planner_data if key.startswith("optim.param_groups"))
+    long_list.planner_data[key] = ("optim", "param_groups", 10**9, "lr")
     setter = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN}\x8c\x04evilI1\ns\x86b."
     for bad, text in (
         (pickle.dumps(Hostile(mark)), "Do not trust this file"),
