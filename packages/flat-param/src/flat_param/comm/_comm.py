@@ -137,13 +137,10 @@ class Pending:
 
 
 class Communicator:
-    """Collectives over one process group, in one order.
-
-    Args:
-        group: the process group, or None for a communicator of one rank, which never communicates.
-        log: where calls are counted.
+    """Collectives over one process group, in one order; without a group, of this rank alone.
 
     Attributes:
+        log: where calls are counted.
         number: of the unit that uses the communicator, see _trail.py.
         unit: the name of that unit, for messages.
         trail: the collectives that this rank has started in the group.
