@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from ..buffers._dtensors import DTensorPlace
-from ..buffers._views import inverse, outer_first
+from ..buffers._views import outer_first
 from ..comm._clip import Spread
 from ..comm._comm import Communicator
 from ..layout._boundary import Cut, boundaries_of, numel_of_block
 from ..layout._shard import ShardPart, ShardPlan
 from ..layout._spec import ParamSpec, contiguous_stride
+from ._extent import Extent
 
 if TYPE_CHECKING:
     from ._flat_shard import FlatShard
@@ -32,47 +33,6 @@ def piece_of(tensor: Any) -> ParamPiece | None:
     """The piece that a tensor is; None if it is not sharded."""
     piece: ParamPiece | None = getattr(tensor, PIECE, None)
     return piece
-
-
-@dataclass(frozen=True)
-class Extent:
-    """The elements `[start, stop)`, in memory order, that one rank has of a tensor.
-
-    Args:
-        name: for messages.
-        shape: of the tensor that is cut into ranges of elements.
-        order: its dimensions, slowest in memory first.
-        start: first element.
-        stop: one past the last element.
-        size: shape of the full tensor; `shape` is this rank's part after tensor parallelism.
-        offsets: start of `shape` in `size`.
-        writes: whether this rank writes its elements to a checkpoint.
-    """
-
-    name: str = field(compare=False)
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    start: int
-    stop: int
-    size: tuple[int, ...]
-    offsets: tuple[int, ...]
-    writes: bool = field(default=True, compare=False)
-
-    @property
-    def outer_shape(self) -> tuple[int, ...]:
-        """The shape with dimensions in the order of memory."""
-        return tuple(self.shape[dim] for dim in self.order)
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """Strides of the full tensor in memory of that order."""
-        outer = contiguous_stride(tuple(self.size[dim] for dim in self.order))
-        return tuple(outer[at] for at in inverse(self.order))
-
-    def __str__(self) -> str:
-        """The elements, for messages."""
-        held = f"elements {self.start} to {self.stop}" if self.start < self.stop else "no element"
-        return f"{held} of shape {self.shape}"
 
 
 @dataclass(eq=False)
@@ -302,13 +262,3 @@ def _shape_of(
     between = (1,) * (len(spec.shape) - 1 - len(inner))
     shape = (numel // max(1, math.prod(inner)), *between, *inner)
     return shape, contiguous_stride(shape) if between else spec.stride
-
-
-def rebuild_shard(local: Tensor, *extent: Any) -> Tensor:
-    """Unpickle a shard; `torch.load(weights_only=True)` may call this."""
-    from ._flat_shard import FlatShard
-
-    return FlatShard(local, Extent(*extent))
-
-
-torch.serialization.add_safe_globals([rebuild_shard])
