@@ -34,6 +34,7 @@ from ..buffers._views import zero_gaps_
 from ..comm._buffer_pool import acquire, release
 from ..comm._comm import Pending
 from ..comm._home_stream import at_home, home_stream
+from ..layout._options import reduction_dtype
 from ._piece_tensors import as_piece
 from ._sharded_params import ShardedParams
 
@@ -67,7 +68,7 @@ class ShardedGrads:
         self.owner = owner
         self.leaves = owner.leaves
         self.comms = owner.comms
-        self.dtype = owner.options.precision.reduction_dtype(owner.shard.dtype)
+        self.dtype = reduction_dtype(owner.options.precision, owner.shard.dtype)
         self.used = [False] * len(owner.leaves)
         self._borrowed: Tensor | None = None
         self.held: GradBuffer | None = None

@@ -23,7 +23,7 @@ from ..comm._clip import spread_of
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
 from ..layout._layout import Segment
-from ..layout._options import UnitOptions
+from ..layout._options import UnitOptions, compute_dtype
 from ..layout._shard import plan_shard
 from ._host_copies import HostCopy
 from ._param_piece import ParamPiece, PieceSegment
@@ -83,11 +83,10 @@ class ShardedParams:
     def _make_pieces(self, params: Sequence[nn.Parameter]) -> tuple[ParamPiece, ...]:
         comms = self.comms
         segment = PieceSegment(self.plan, comms.gather, comms.replicate, self.device)
-        parts = {part.index: part for part in self.plan.parts(comms.gather.rank)}
         made = []
         for index, place in enumerate(map(place_of_dtensor, params)):
             spread = (comms.reduce, *spread_of(place, comms.log))
-            made.append(ParamPiece(index, parts.get(index), segment, place=place, spread=spread))
+            made.append(ParamPiece(index, segment, place=place, spread=spread))
         return tuple(made)
 
     def _mark_params(self) -> None:
@@ -95,7 +94,7 @@ class ShardedParams:
             be_piece(param, piece)
 
     def _make_full(self) -> None:
-        dtype = self.options.precision.compute_dtype(self.shard.dtype)
+        dtype = compute_dtype(self.options.precision, self.shard.dtype)
         alone = self.comms.gather.world_size == 1
         if alone and dtype == self.shard.dtype and self.shard.device == self.device:
             self.full = self.shard
