@@ -251,17 +251,9 @@ class _Elements(Tensor):
 
 
 def local_elements(value: Tensor, extent: Extent, place: DTensorPlace | None) -> Tensor:
-    """Return this rank's elements, 1-D, of any value that a state dict may have for a tensor.
+    """Return the elements of `extent`, 1-D, of any value that a state dict may have for a tensor.
 
     Collective if `value` is a shard with other elements, or a DTensor with another layout.
-
-    Args:
-        value: a whole tensor, a DTensor, a shard, or a shard that was pickled.
-        extent: this rank's elements of the target tensor.
-        place: placement of the target tensor by tensor parallelism; None without it.
-
-    Raises:
-        StateError: `value` has another shape, or elements of another rank.
     """
     if isinstance(value, FlatShard):
         if value._extent == extent:

@@ -166,12 +166,9 @@ class ParamPiece:
         return -(-self.spec.numel // self._block) if self._block else 0
 
     def has_rows(self, key: str, state: Any, *, whole: bool = False) -> bool:
-        """Whether optimizer state has one row per block, such as scales of 8-bit moments.
+        """Whether state of the piece, or of the whole parameter, has one row per block.
 
-        Args:
-            key: of the state.
-            state: its value.
-            whole: whether it is state of the whole parameter, and not of this piece.
+        8-bit optimizers have such state: the scales of their moments.
         """
         if key == "step" or not self._block or not state.dim():
             return False
@@ -219,15 +216,7 @@ class ParamPiece:
         return FlatShard(local, extent, self, ranges)
 
     def elements(self, value: Any, name: str = "") -> Tensor:
-        """This rank's elements, 1-D, of a state dict's value for the parameter.
-
-        Args:
-            value: a whole tensor, a DTensor, a shard, or a shard that was pickled.
-            name: of the parameter, for messages.
-
-        Raises:
-            StateError: it has other elements, or another shape.
-        """
+        """This rank's elements, 1-D, of a state dict's value; raises if it does not have them."""
         from ._flat_shard import local_elements
 
         extent = replace(self.extent, name=name) if name else self.extent
