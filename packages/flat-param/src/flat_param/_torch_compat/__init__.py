@@ -6,9 +6,7 @@ A name that torch has lost raises an error, unless the function says what happen
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -149,22 +147,6 @@ def set_element(nested: Any, path: tuple[Any, ...], value: Any) -> None:
     from torch.distributed.checkpoint._traverse import set_element
 
     set_element(nested, path, value)
-
-
-@contextmanager
-def without_storage_warning() -> Iterator[None]:
-    """Hide a deprecation warning of torch 2.9, whose checkpoint writer calls `Tensor.storage()`.
-
-    Filters are those of the process, so they stay unchanged where torch does not warn.
-    """
-    if torch.__version__ >= "2.10":  # a TorchVersion, which compares as one
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="TypedStorage is deprecated", category=UserWarning
-        )
-        yield
 
 
 # Optimizers and norms.

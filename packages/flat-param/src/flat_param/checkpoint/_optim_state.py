@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,15 +15,8 @@ from ..sharded._optim_state import present_all, take_all
 from ..sharded._param_piece import ParamPiece, piece_of
 
 
-@dataclass(frozen=True)
-class NamedParam:
-    """One parameter of an optimizer.
-
-    Args:
-        name: qualified name in the module.
-        param: the optimizer's parameter.
-        piece: None for a parameter that is not sharded.
-    """
+class NamedParam(NamedTuple):
+    """A parameter of an optimizer, its name in the module, and its piece if it is sharded."""
 
     name: str
     param: nn.Parameter

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .._errors import CheckpointError
-from .._torch_compat import without_storage_warning
 from ..layout._arguments import check_is_module, path_of
 from ..sharded._by_hand import units_at_rest, units_below
 from ..sharded._strays import check_strays
@@ -44,7 +44,8 @@ def save_sharded(
 
     Any number of ranks can load it, also with FSDP2. The previous checkpoint in `path` stays intact
     until all parts are on disk, and is then replaced atomically. An error on one rank is an
-    error on all. Only one job at a time may save to a path.
+    error on all. Only one job at a time may save to a path. Needs numpy, as all of torch's
+    object collectives do.
 
     Args:
         module: sharded.
@@ -68,29 +69,18 @@ def async_save_sharded(
     optimizer: Optimizer | None = None,
     step: int | None = None,
 ) -> Future[None]:
-    """Write a checkpoint like `save_sharded`, in a thread, while training continues. Collective.
+    """Write a checkpoint in a thread, while training continues. Collective.
+
+    Takes the arguments of `save_sharded`, and raises its errors before it returns or in the future.
 
     Copies this rank's part to host memory and returns; later changes are not in the checkpoint. A
     process has one save at a time: the next one, asynchronous or not, waits for it. The
     interpreter does not exit before it has finished.
 
-    Args:
-        module: sharded.
-        path: a folder that all ranks can access.
-        optimizer: of the module.
-        step: as in `save_sharded`.
-
     Returns:
         A future with the errors of `save_sharded`. An error is also logged when it happens.
-
-    Raises:
-        CheckpointError: ranks are at different steps, or another rank has failed.
-        StateError: as in `save_sharded`.
     """
-    return _start(_prepare(module, path, optimizer, step, snapshot=True), path)
-
-
-def _start(write: Callable[[], None], path: str | os.PathLike[str]) -> Future[None]:
+    write = _prepare(module, path, optimizer, step, snapshot=True)
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()  # cannot be cancelled, since other ranks write too
 
@@ -124,6 +114,7 @@ def _prepare(
     world = World(module, "save_sharded")
     try:
         wait(_last)
+        import_module("numpy")  # otherwise torch's save fails on the first rank, and others wait
         units_at_rest(module)  # refuses copies that whole_params shows
         if hasattr(module, "_flat_param"):  # parameters outside of units may have other owners
             check_strays("save_sharded", module, units_below(module))
@@ -155,8 +146,8 @@ def _short(told: Any) -> Any:
 
 
 def _steps_of(module: nn.Module) -> list[int]:
-    """Return the number of optimizer steps on each part of the module in this process."""
-    parts = [part for unit in units_below(module) for part in unit.parts]
+    """The number of optimizer steps on each part of the module in this process."""
+    parts = (part for unit in units_below(module) for part in unit.parts)
     return [piece.segment.steps for part in parts for piece in part.pieces[:1]]
 
 
@@ -170,14 +161,13 @@ def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:
 
     writer = CheckedWriter(path, word)
     try:
-        with without_storage_warning():
-            save(
-                state,
-                storage_writer=writer,
-                # If several ranks have a value, the first rank saves it.
-                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-                process_group=world.comm.group,
-            )
+        save(
+            state,
+            storage_writer=writer,
+            # If several ranks have a value, the first rank saves it.
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+            process_group=world.comm.group,
+        )
     except CheckpointException as error:
         rank, (reason, _) = min(error.failures.items())
         if world.is_first:

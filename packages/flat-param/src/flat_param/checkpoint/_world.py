@@ -35,17 +35,13 @@ class World:
         self.ranks = _ranks_of(module) if is_sharded else (0,)
         group = _checkpoint_group(self.ranks, "caller") if is_sharded else None
         self.comm = Communicator(group, log=CommLog())
+        self.is_first = self.comm.rank == 0
 
     def for_thread(self) -> World:
         """The same ranks with a separate group, for another thread. Collective."""
         other = copy.copy(self)
         other.comm = Communicator(_checkpoint_group(self.ranks, "thread"), log=CommLog())
         return other
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first of the ranks."""
-        return self.comm.rank == 0
 
     def agree(self, error: Exception | None) -> None:
         """Raise on all ranks if there is an error on one. Collective."""
@@ -62,13 +58,10 @@ class World:
 
 def _ranks_of(module: nn.Module) -> tuple[int, ...]:
     groups = list(dict.fromkeys(_groups_of(module)))
-    known = {dist.get_rank()}
-    for group in groups:
-        known |= set(dist.get_process_group_ranks(group))
+    known = {dist.get_rank(), *(r for each in groups for r in dist.get_process_group_ranks(each))}
     if len(groups) > 1 and len(known) < dist.get_world_size():
-        for _ in groups:  # collect ranks along all axes
-            for group in groups:
-                known |= set().union(*Communicator(group, log=CommLog()).share(known))
+        for group in groups * len(groups):  # collect ranks along all axes
+            known |= set().union(*Communicator(group, log=CommLog()).share(known))
     return tuple(sorted(known))
 
 

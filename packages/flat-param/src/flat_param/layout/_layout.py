@@ -110,8 +110,23 @@ def plan_layout(
         >>> plan_layout([ParamSpec("w", (3, 2), torch.float32)], align_bytes=16).numel
         8
     """
-    _check_specs(specs)
-    align_numel = _align_numel(align_bytes, specs[0].dtype)
+    if not specs:
+        raise LayoutError(
+            "flat_param.plan_layout: specs is empty, but a layout needs a parameter. "
+            "Skip modules without parameters."
+        )
+    for spec in specs:
+        if spec.dtype != specs[0].dtype:
+            raise LayoutError(
+                f"flat_param.plan_layout: '{spec.name}' is {spec.dtype} and '{specs[0].name}' "
+                f"{specs[0].dtype}, but one buffer has one dtype. Use plan_segments."
+            )
+    if align_bytes < 1 or align_bytes & (align_bytes - 1):
+        raise LayoutError(
+            f"flat_param.plan_layout: align_bytes is {align_bytes}, but it must be a power of two. "
+            "Use 16, or 1 for no gaps."
+        )
+    align_numel = max(1, align_bytes // specs[0].dtype.itemsize)
     offsets: list[int] = []
     end = 0
     for spec in specs:
@@ -164,27 +179,3 @@ def segment_name(dtype: torch.dtype, *, trainable: bool) -> str:
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple at or above the value."""
     return -(-value // multiple) * multiple
-
-
-def _align_numel(align_bytes: int, dtype: torch.dtype) -> int:
-    if align_bytes < 1 or align_bytes & (align_bytes - 1):
-        raise LayoutError(
-            f"flat_param.plan_layout: align_bytes is {align_bytes}, but it must be a power of two. "
-            "Use 16, or 1 for no gaps."
-        )
-    return max(1, align_bytes // dtype.itemsize)
-
-
-def _check_specs(specs: Sequence[ParamSpec]) -> None:
-    if not specs:
-        raise LayoutError(
-            "flat_param.plan_layout: specs is empty, but a layout needs a parameter. "
-            "Skip modules without parameters."
-        )
-    first = specs[0]
-    for spec in specs:
-        if spec.dtype != first.dtype:
-            raise LayoutError(
-                f"flat_param.plan_layout: '{spec.name}' is {spec.dtype} and '{first.name}' "
-                f"{first.dtype}, but one buffer has one dtype. Use plan_segments."
-            )
