@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from _harness import (
+    WAYS,
     Block,
     batches,
     loss_of,
+    options_of,
     plain,
+    planned_as,
     run_checks,
     sharded,
     share,
@@ -51,6 +54,15 @@ def parts_of(model: Any) -> list[Any]:
     return [part for unit in model._flat_param.schedule.units for part in unit.parts]
 
 
+def check_every_strategy(rank: int, world: int) -> None:
+    """One pass, and three of which two are inside `no_sync`."""
+    for way in WAYS:
+        for passes in (1, 3):
+            model = sharded(**options_of(way))
+            plan = planned(**planned_as(way, world), microbatches=passes)
+            compare(model, plan, passes, rank, world)
+
+
 def check_mixed_precision(rank: int, world: int) -> None:
     """Gathered in two bytes, summed in four."""
     plan = planned(world, mp_policy=BF16, microbatches=2)
@@ -66,6 +78,16 @@ def check_copies(rank: int, world: int) -> None:
             plan = planned(world // copies, **options)
             model = sharded(mesh=mesh)
             compare(model, plan, passes, rank, world)
+
+
+def check_boundaries(rank: int, world: int) -> None:
+    """Ranges that differ in length."""
+    for boundary in ("row", "tensor", flat_param.Blocks(5)):
+        plan = planned(world, boundary=boundary)
+        model = sharded(boundary=boundary)
+        (ids,) = batches(world, 1)
+        loss_of(model, share(ids, rank)).backward()
+        assert model.comm_counts() == plan.collectives, boundary
 
 
 if __name__ == "__main__":
