@@ -111,7 +111,7 @@ def predict(model: nn.Module, batch: dict[str, Any], path: str, folder: str) -> 
     again = max(few[1] - few[2] for few in counted.values())
     units = unit_shapes(model, units=type(blocks[0]))
     for ranks in RANKS:
-        state = plan_training(units, world_size=ranks).rank_bytes.total
+        state = plan_training(units, world_size=ranks).total
         if ranks == 1:  # nothing to gather
             state = 4 * sum(p.nbytes for p in model.parameters())
         yield Choice(PLAIN, 0, ranks, plain, state + plain)

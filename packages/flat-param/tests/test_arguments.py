@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from flat_param import (
     LayoutError,
     ParameterError,
-    ShardedModule,
     StateError,
     fully_shard,
 )
@@ -61,6 +59,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"ignored_params": nn.Parameter(torch.ones(2, 2))},
         ParameterError,
         "ignored_params has a Tensor, but it must be a set of parameters",
+    ),
+    "ignored module": (
+        {"ignored_params": nn.Linear(2, 2)},
+        ParameterError,
+        "ignored_params has a Linear, but it must be a set of parameters",
     ),
 }
 
@@ -117,22 +120,6 @@ def test_gradient_of_the_whole_parameter_is_refused() -> None:
     assert module.weight.grad is not None
     module.zero_grad()
     fully_shard(module)
-
-
-@pytest.mark.parametrize("shape", [(1,), (1, 1)])
-def test_meshes_of_one_rank_shard_nothing(shape: tuple[int, ...]) -> None:
-    """Parameters keep their shape."""
-    module = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", shape))
-    assert module.weight.shape == (2, 2)
-
-
-def test_list_becomes_one_unit() -> None:
-    """It is returned, and its modules share a unit."""
-    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    assert fully_shard(layers) is layers
-    assert all(isinstance(layer, ShardedModule) for layer in layers)
-    layers[1](layers[0](torch.ones(1, 2))).sum().backward()
-    assert all(layer.weight.grad is not None for layer in layers)
 
 
 def test_units_without_parameters_have_none_to_offload() -> None:

@@ -24,7 +24,6 @@ def test_leaves_are_also_the_standard_errors():
     ("call", "words"),
     [
         (lambda: fp.plan.plan_layout([]), "flat_param.plan_layout: specs is empty, but"),
-        (lambda: fp.plan.plan_segments([]), "flat_param.plan_segments: specs is empty, but"),
         (
             lambda: fp.plan.plan_layout([fp.plan.ParamSpec("w", (1,), F32)], align_bytes=12),
             "align_bytes is 12, but it must be a power of two",
@@ -135,8 +134,10 @@ def test_lerp_refuses_another_layout(mlp):
 
 def test_chunks_need_an_element(mlp):
     """A chunk of nothing is refused."""
-    with pytest.raises(fp.VectorError, match="numel is 0, but a chunk has at least one element"):
-        fp.flatten(mlp).chunks(0)
+    flat = fp.flatten(mlp)
+    for numel in (0, "big"):
+        with pytest.raises(fp.VectorError, match=f"numel is {numel!r}, but a chunk has a whole"):
+            flat.chunks(numel)
 
 
 def test_chunks_refuse_another_plan(mlp):

@@ -55,7 +55,7 @@ def test_plan_layout_aligns_every_start() -> None:
 def test_plan_layout_at_one_byte_leaves_no_gap() -> None:
     """With `align_bytes=1` the buffer is the parameters and nothing else."""
     layout = plan_layout([_spec("a", 7, 3), _spec("b", 5)], align_bytes=1)
-    assert (layout.numel, layout.padding_numel, layout.gaps) == (26, 0, ())
+    assert (layout.numel, layout.used_numel, layout.gaps) == (26, 26, ())
 
 
 @FEW
@@ -102,11 +102,12 @@ def test_shards_partition_the_buffer(layout: FlatLayout, world_size: int, bounda
     assert edges[1:-1:2] == edges[2::2]
     assert plan.numel >= layout.numel
     for rank, (start, stop) in enumerate(plan.ranges):
-        for part in plan.parts(rank):
-            assert start + part.offset == layout.offsets[part.index] + part.start
-            assert start + part.offset + part.numel <= stop
-    held = [part for rank in range(world_size) for part in plan.parts(rank)]
-    assert sum(part.numel for part in held) == layout.used_numel
+        for index, offset in enumerate(layout.offsets):
+            first, last = plan.held(index, rank)
+            assert first == last == 0 or start <= offset + first < offset + last <= stop
+    for index, spec in enumerate(layout.specs):
+        held = [plan.held(index, rank) for rank in range(world_size)]
+        assert sum(last - first for first, last in held) == spec.numel
 
 
 def test_element_shards_are_equal_and_aligned() -> None:
@@ -232,7 +233,7 @@ def test_longest_range_is_within_an_atom_of_the_mean(
 def test_ranks_beyond_the_data_hold_only_padding() -> None:
     """More ranks than elements is a plan, not an error."""
     plan = plan_shard(plan_layout([_spec("w", 3)]), world_size=4)
-    assert [len(plan.parts(rank)) for rank in range(4)] == [1, 0, 0, 0]
+    assert [plan.held(0, rank) for rank in range(4)] == [(0, 3), (0, 0), (0, 0), (0, 0)]
 
 
 def test_a_405b_model_is_planned_for_16384_ranks() -> None:

@@ -22,17 +22,17 @@ def test_training_follows_one_process(ranks: Callable[..., list[Any]], world: in
 
 
 @WORLDS
-def test_collectives_are_as_planned(ranks: Callable[..., list[Any]], world: int) -> None:
-    """Calls and bytes of three steps, and bytes of the shards; one rank sends nothing."""
+def test_units_are_gathered_and_reduced_once_a_pass(
+    ranks: Callable[..., list[Any]], world: int
+) -> None:
+    """Calls of three steps of four units, and bytes of the shards; one rank sends nothing."""
     for result in ranks(world, "trajectories"):
         for case, found in result.items():
-            calls, sent = found["counts"].pop("all_reduce", (0, 0))
-            # Each step's clipping sums one float32 over ranks, unless every rank has it all.
-            clips = 0 if case == "replicated" or world == 1 else 3
-            if calls > clips:
-                sums = [calls - clips, sent - clips * (2 * (world - 1) * 4 // world)]
-                found["counts"]["all_reduce"] = sums
-            assert found["counts"] == found["planned"], case
+            gathers = {"replicated": 0, "ZeRO-2": 4}.get(case, 4 + 3)
+            reduces = 0 if case == "replicated" else 4
+            calls = found["calls"]
+            assert calls.get("all_gather", 0) == 3 * gathers * (world > 1), case
+            assert calls.get("reduce_scatter", 0) == 3 * reduces * (world > 1), case
             assert found["bytes"] == found["planned_bytes"], case
 
 

@@ -16,12 +16,11 @@ CLAIMS = {
     path.stem: re.findall(r"^def check_(\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE)
     for path in sorted(WORKERS.glob("*.py"))
 }
-NIGHTLY = {"offloaded": [(2,)], "planned": [(2,), (4,), (8,)], "parallel_checkpoints": [(4, 1)]}
+NIGHTLY = {"offloaded": [(2,)], "parallel_checkpoints": [(4, 1)]}
 RUNS: dict[str, list[tuple[int, ...]]] = {
     **{script: [(2,)] for script, claims in CLAIMS.items() if claims},
     "four_ranks": [(4,)],
     "tensor_parallel": [(4,)],
-    "planned": [(2,), (4,), (8,)],
     # And the number of rows of ranks.
     "beside_units": [(2, 1), (2, 2), (4, 2)],
     "parallel_checkpoints": [(4, 2), (4, 1)],

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from sac_policies import EngineError
 from sac_policies.policies import Decision
 from sac_policies.policies._decisions import decision_of, to_torch
+
+MM = torch.ops.aten.mm.default
 
 
 @pytest.mark.parametrize("answer", [*CheckpointPolicy, True, False], ids=str)
@@ -27,8 +30,10 @@ def test_other_answers_are_none(answer):
 def test_decisions_survive_torchs_spelling():
     """No answer leaves torch the choice."""
     for decision in (Decision.SAVE, Decision.RECOMPUTE):
-        assert decision_of(to_torch(decision)) is decision_of(decision) is decision
-    assert to_torch(None) is CheckpointPolicy.PREFER_RECOMPUTE
+        assert decision_of(to_torch(decision, MM, None)) is decision_of(decision) is decision
+    assert to_torch(None, MM, None) is CheckpointPolicy.PREFER_RECOMPUTE
+    with pytest.raises(EngineError, match=r"policy offloads operator aten\.mm\.default"):
+        to_torch(Decision.OFFLOAD, MM, None)
 
 
 def test_saved_and_offloaded_values_outlive_the_forward():

@@ -25,8 +25,7 @@ from .checkpoint._save import async_save_sharded, save_sharded
 from .checkpoint._state_dict import full_state_dict, load_full_state_dict
 from .in_process._flat_params import FlatParams
 from .in_process._flatten import flat_params_of, flatten, unflatten
-from .layout._boundary import Blocks
-from .layout._boundary_rules import by_name
+from .layout._boundary import Blocks, by_name
 from .sharded._sharded_module import ShardedModule
 from .sharded._units import fully_shard
 

@@ -1,32 +1,26 @@
-"""Layouts, shards, and the needs of sharded training, from shapes only.
-
-W is the number of ranks that share one replica of the parameters, R the number of replicas.
+"""Layouts, shards, and the memory of sharded training, from shapes only.
 
 - A rank always keeps its shards, their gradients and the optimizer's state.
 - At the peak, three units have full parameters and gradients: the outermost one and the two largest
   others. One computes while another one is gathered or reduced.
-- An all-gather or a reduce-scatter sends (W - 1) shards from each rank, an all-reduce over replicas
-  2 * (R - 1) / R of a shard, as in bandwidth-optimal algorithms.
 - All microbatches but the last run inside `no_sync`: full gradients are kept until the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ._errors import LayoutError
 from .comm._comm import CommCount
-from .comm._trail import ORDER_BYTES
 from .layout._arguments import check_is_module
-from .layout._boundary import Boundary
-from .layout._boundary_rules import BoundaryRules, resolve
+from .layout._boundary import Boundary, check_boundary
 from .layout._layout import FlatLayout, Segment, plan_layout, plan_segments
-from .layout._options import Precision, precision_of
-from .layout._shard import ShardPart, ShardPlan, plan_shard
+from .layout._options import compute_dtype, precision_of, reduction_dtype
+from .layout._shard import ShardPlan, plan_shard
 from .layout._spec import ParamSpec, collect_params
 
 if TYPE_CHECKING:
@@ -37,9 +31,7 @@ __all__ = [
     "CommCount",
     "FlatLayout",
     "ParamSpec",
-    "RankBytes",
     "Segment",
-    "ShardPart",
     "ShardPlan",
     "TrainingPlan",
     "UnitShape",
@@ -50,8 +42,6 @@ __all__ = [
     "plan_training",
     "unit_shapes",
 ]
-
-Counts = dict[str, CommCount]
 
 
 @dataclass(frozen=True)
@@ -68,7 +58,7 @@ class UnitShape:
 
 
 @dataclass(frozen=True)
-class RankBytes:
+class TrainingPlan:
     """Bytes on the rank with the longest shards, padding included.
 
     Args:
@@ -91,53 +81,10 @@ class RankBytes:
         kept = self.params + self.grads + self.optimizer
         return kept + self.whole_params_peak + self.whole_grads_peak
 
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """What one rank needs for a training step.
-
-    Args:
-        reshard_after_forward: of all units.
-        world_size: W.
-        replicas: R.
-        numel: parameters of the model.
-        padding_numel: padding elements over all ranks.
-        rank_bytes: memory of a rank.
-        collectives: calls and bytes sent in one step, by kind; `all_reduce` is between replicas,
-            plus a few bytes.
-    """
-
-    reshard_after_forward: bool
-    world_size: int
-    replicas: int
-    numel: int
-    padding_numel: int
-    rank_bytes: RankBytes
-    collectives: Counts
-
-    @property
-    def padding_frac(self) -> float:
-        """Padding as a fraction of all elements."""
-        return self.padding_numel / max(1, self.numel + self.padding_numel)
-
     def __str__(self) -> str:
-        """Format bytes by kind and collectives as a table."""
-        sizes = self.rank_bytes
-        rows = [(kind, getattr(sizes, kind)) for kind in sizes.__dataclass_fields__]
-        head = (
-            f"{self.world_size} ranks x {self.replicas} copies, "
-            f"{self.numel:,} parameters, padding {self.padding_frac:.4%}"
-        )
-        lines = [f"  {kind:18s} {_gib(size)}" for kind, size in [*rows, ("total", sizes.total)]]
-        lines += [
-            f"  {kind:18s} {count.calls:6d} calls {_gib(count.wire_bytes)} sent"
-            for kind, count in self.collectives.items()
-        ]
-        return "\n".join([head, *lines])
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:12.4f} GiB"
+        """Format bytes by kind as a table."""
+        kinds = (*self.__dataclass_fields__, "total")
+        return "\n".join(f"{kind:18s} {getattr(self, kind) / 2**30:12.4f} GiB" for kind in kinds)
 
 
 def unit_shapes(
@@ -171,40 +118,32 @@ def unit_shapes(
             "tuple of classes. Write for example units=nn.TransformerEncoderLayer."
         )
     taken: set[nn.Parameter] = set()
-    shapes: list[UnitShape] = []
+    shapes: dict[str, UnitShape] = {}
     inner = [pair for pair in module.named_modules() if pair[0] and isinstance(pair[1], units)]
-    for name, child in sorted(inner, key=lambda pair: -pair[0].count(".")):
-        shapes.append(_shape_of(name, child, taken))
-    position = {name: index for index, (name, _) in enumerate(inner)}
-    shapes.sort(key=lambda shape: position[shape.name])
-    return (*shapes, _shape_of("", module, taken))
-
-
-def _shape_of(name: str, module: nn.Module, taken: set[nn.Parameter]) -> UnitShape:
-    specs, params = collect_params(module, ignored=taken)
-    taken.update(params)
-    return UnitShape(name, specs)
+    for name, child in (*sorted(inner, key=lambda pair: -pair[0].count(".")), ("", module)):
+        specs, params = collect_params(child, ignored=taken)
+        taken.update(params)
+        shapes[name] = UnitShape(name, specs)
+    return tuple(shapes[name] for name, _ in (*inner, ("", module)))
 
 
 def plan_training(
     units: Sequence[UnitShape],
     *,
     world_size: int,
-    replicas: int = 1,
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
-    boundary: Boundary | BoundaryRules = "element",
+    boundary: Boundary = "element",
     state_tensors: int = 2,
     microbatches: int = 1,
 ) -> TrainingPlan:
-    """Compute memory and communication of `fully_shard` without the machines.
+    """Compute the memory of `fully_shard` without the machines.
 
     Pure: from shapes to numbers. For a pipeline stage, pass its units only.
 
     Args:
         units: the outermost last, as `unit_shapes` returns them.
         world_size: ranks that share one replica; 1 if nothing is sharded.
-        replicas: number of replicas.
         reshard_after_forward: as in `fully_shard`, True or False.
         mp_policy: as in `fully_shard`.
         boundary: as in `fully_shard`.
@@ -220,7 +159,7 @@ def plan_training(
         >>> from flat_param.plan import ParamSpec, UnitShape
         >>> shape = UnitShape("", (ParamSpec("w", (6, 4), torch.float32),))
         >>> plan = plan_training([shape], world_size=2)
-        >>> plan.rank_bytes.params, plan.rank_bytes.optimizer
+        >>> plan.params, plan.optimizer
         (48, 96)
     """
     if not isinstance(units, (list, tuple)) or not all(isinstance(u, UnitShape) for u in units):
@@ -233,7 +172,7 @@ def plan_training(
             "flat_param.plan_training: units is empty, but a plan needs the outermost unit. "
             "Pass unit_shapes(module)."
         )
-    counts = {"world_size": world_size, "replicas": replicas, "microbatches": microbatches}
+    counts = {"world_size": world_size, "microbatches": microbatches}
     for name, count in {**counts, "state_tensors": state_tensors}.items():
         least = int(name in counts)
         if type(count) is not int or count < least:
@@ -241,126 +180,54 @@ def plan_training(
                 f"flat_param.plan_training: {name} is {count!r}, but it must be a whole number of "
                 f"at least {least}."
             )
+    check_boundary(boundary, where="plan_training")
     precision = precision_of(mp_policy, where="plan_training")
-    frees = bool(reshard_after_forward)
-    known: dict[tuple[ParamSpec, ...], list[_Part]] = {}
+    known: dict[tuple[ParamSpec, ...], _UnitBytes] = {}
     for unit in units:
         if unit.specs not in known:
-            known[unit.specs] = _parts_of(unit.specs, world_size, boundary, precision)
-    parts = [known[unit.specs] for unit in units]
-    every = [part for unit in parts for part in unit]
-    whole = [sum(part.whole_bytes for part in unit) for unit in parts]
-    grads = [sum(part.whole_grad_bytes for part in unit) for unit in parts]
-    kept = sum(part.shard_bytes for part in every if part.segment.trainable)
+            known[unit.specs] = _bytes_of(unit.specs, world_size, boundary, precision)
+    sizes = [known[unit.specs] for unit in units]
+    trained = sum(each.trained for each in sizes)
+    whole = [each.whole_params for each in sizes]
+    grads = [each.whole_grads for each in sizes]
     return TrainingPlan(
-        reshard_after_forward=frees,
-        world_size=world_size,
-        replicas=replicas,
-        numel=sum(spec.numel for unit in units for spec in unit.specs),
-        padding_numel=sum(part.plan.numel - part.segment.layout.used_numel for part in every),
-        rank_bytes=RankBytes(
-            params=sum(part.shard_bytes for part in every),
-            grads=kept,
-            optimizer=state_tensors * kept,
-            whole_params_peak=_outermost_and_two(whole) if frees else sum(whole),
-            whole_grads_peak=_outermost_and_two(grads) if microbatches == 1 else sum(grads),
-        ),
-        collectives=_collectives(parts, frees, world_size, replicas, microbatches),
+        params=sum(each.params for each in sizes),
+        grads=trained,
+        optimizer=state_tensors * trained,
+        whole_params_peak=_outermost_and_two(whole) if reshard_after_forward else sum(whole),
+        whole_grads_peak=_outermost_and_two(grads) if microbatches == 1 else sum(grads),
     )
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A segment of a unit, cut for W ranks; sizes are of the longest shard."""
+@dataclass
+class _UnitBytes:
+    """Bytes of a unit on the rank with the longest shards."""
 
-    segment: Segment
-    plan: ShardPlan
-    precision: Precision
-
-    @property
-    def shard_bytes(self) -> int:
-        return self.plan.shard_numel * self.segment.layout.dtype.itemsize
-
-    @property
-    def message_bytes(self) -> int:
-        """Bytes of this rank's part of an all-gather."""
-        dtype = self.precision.compute_dtype(self.segment.layout.dtype)
-        return self.plan.shard_numel * dtype.itemsize
-
-    @property
-    def sum_bytes(self) -> int:
-        """Bytes of this rank's part of a reduction."""
-        dtype = self.precision.reduction_dtype(self.segment.layout.dtype)
-        return self.plan.shard_numel * dtype.itemsize
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the gathered buffer; 0 if the shard itself is used."""
-        dtype = self.segment.layout.dtype
-        compute = self.precision.compute_dtype(dtype)
-        is_shard = self.plan.world_size == 1 and compute == dtype
-        return 0 if is_shard else self.plan.numel * compute.itemsize
-
-    @property
-    def whole_grad_bytes(self) -> int:
-        """Bytes of the full gradients; 0 if they are frozen."""
-        dtype = self.precision.reduction_dtype(self.segment.layout.dtype)
-        return self.plan.numel * dtype.itemsize if self.segment.trainable else 0
+    params: int = 0
+    trained: int = 0
+    whole_params: int = 0
+    whole_grads: int = 0
 
 
-def _parts_of(
+def _bytes_of(
     specs: Sequence[ParamSpec],
     world_size: int,
-    boundary: Boundary | BoundaryRules,
-    precision: Precision,
-) -> list[_Part]:
-    if isinstance(boundary, BoundaryRules):
-        boundary = replace(boundary, missing_ok=True)  # a plan is for all units
-    chosen = resolve(boundary, specs, where="plan_training")
-    segments = plan_segments(specs) if specs else ()
-    return [
-        _Part(each, plan_shard(each.layout, world_size=world_size, boundary=chosen), precision)
-        for each in segments
-    ]
+    boundary: Boundary,
+    precision: MixedPrecisionPolicy,
+) -> _UnitBytes:
+    sizes = _UnitBytes()
+    for segment in plan_segments(specs):
+        plan = plan_shard(segment.layout, world_size=world_size, boundary=boundary)
+        dtype = segment.layout.dtype
+        compute = compute_dtype(precision, dtype)
+        sizes.params += plan.shard_numel * dtype.itemsize
+        if world_size > 1 or compute != dtype:  # otherwise the shard itself is used
+            sizes.whole_params += plan.numel * compute.itemsize
+        if segment.trainable:
+            sizes.trained += plan.shard_numel * dtype.itemsize
+            sizes.whole_grads += plan.numel * reduction_dtype(precision, dtype).itemsize
+    return sizes
 
 
 def _outermost_and_two(sizes: Sequence[int]) -> int:
     return sizes[-1] + sum(sorted(sizes[:-1])[-2:])
-
-
-def _collectives(
-    parts: Sequence[Sequence[_Part]], frees: bool, ways: int, copies: int, microbatches: int
-) -> Counts:
-    """Return calls and bytes sent by one rank in one step."""
-    gathers: list[int] = []
-    sums: list[int] = []
-    flags = 0
-    for position, unit in enumerate(parts):
-        passes = microbatches if frees else 1
-        again = frees and position < len(parts) - 1
-        for part in unit:
-            gathers += [part.message_bytes] * (passes * (1 + again))
-            if part.segment.trainable:
-                flags += len(part.segment.layout.specs)
-                sums.append(part.sum_bytes)
-    flags += ORDER_BYTES if sums else 0
-    reduced = [*(_both_ways(size, copies) for size in sums), _both_ways(flags, copies)]
-    found = {
-        "all_gather": _count(((ways - 1) * size for size in gathers), ways),
-        "reduce_scatter": _count(((ways - 1) * size for size in sums), ways),
-        "all_reduce": _add(_count([_both_ways(flags, ways)], ways), _count(reduced, copies)),
-    }
-    return {kind: count for kind, count in found.items() if count.calls}
-
-
-def _both_ways(size: int, ranks: int) -> int:
-    return 2 * (ranks - 1) * size // ranks
-
-
-def _count(sizes: Iterable[int], ranks: int) -> CommCount:
-    sent = list(sizes)
-    return CommCount(len(sent), sum(sent)) if ranks > 1 else CommCount()
-
-
-def _add(first: CommCount, second: CommCount) -> CommCount:
-    return CommCount(first.calls + second.calls, first.wire_bytes + second.wire_bytes)

@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -46,7 +46,7 @@ def options_of(way: str) -> dict[str, Any]:
 def planned_as(way: str, world: int) -> dict[str, Any]:
     """The same for `plan_training`."""
     if way == "replicated":
-        return {"world_size": 1, "replicas": world}
+        return {"world_size": 1}
     return {"world_size": world, "reshard_after_forward": way != "ZeRO-2"}
 
 
@@ -65,7 +65,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Three blocks between an embedding and a head; one buffer."""
+    """Three blocks between an embedding and a head; one buffer.
+
+    Attributes:
+        order: numbers of the blocks that run.
+    """
 
     def __init__(self, width: int = 7, depth: int = 3, *, scalars: bool = True) -> None:
         super().__init__()
@@ -73,11 +77,12 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(width, scalars=scalars) for _ in range(depth))
         self.head = nn.Linear(width, 11)
         self.register_buffer("scale", torch.tensor(2.0))
+        self.order: Sequence[int] = range(depth)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) * self.scale
-        for block in self.blocks:
-            x = block(x)
+        for index in self.order:
+            x = self.blocks[index](x)
         return self.head(x)
 
 

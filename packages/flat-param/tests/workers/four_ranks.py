@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from _harness import (
-    Model,
     batches,
     loss_of,
     raises,
@@ -28,23 +27,10 @@ def check_errors_of_whole_modules_are_their_own(rank: int, world: int) -> None:
     raises(RuntimeError, "shapes cannot be multiplied", lambda: loss_of(model, share(ids, rank)))
 
 
-def _copies() -> Model:
-    """Two copies, each divided over two ranks."""
-    return sharded(mesh=init_device_mesh("cpu", (2, 2)))
-
-
 def check_copies_in_another_order_are_named(rank: int, world: int) -> None:
     """Ranks that divide the parameters agree, but the copies do not: no gradient is there."""
-    model, (ids,) = _copies(), batches(world, 1)
-    in_order = [model.blocks[index] for index in ((0, 1, 2) if rank < 2 else (1, 0, 2))]
-
-    def forward(part: Tensor) -> Tensor:
-        x = model.embed(part) * model.scale
-        for block in in_order:
-            x = block(x)
-        return model.head(x)
-
-    model.forward = forward
+    model, (ids,) = sharded(mesh=init_device_mesh("cpu", (2, 2))), batches(world, 1)
+    model.order = (0, 1, 2) if rank < 2 else (1, 0, 2)
     with pytest.raises(flat_param.CommError) as caught:
         loss_of(model, share(ids, rank)).backward()
     first, other = (rank % 2), (rank % 2) + 2

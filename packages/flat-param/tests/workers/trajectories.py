@@ -45,23 +45,17 @@ def measure(rank: int, world: int, way: str, boundary: Any) -> dict[str, Any]:
     expected = train(reference, inputs)
     model = sharded(boundary=boundary, **options_of(way))
     got = mean_over_ranks(train(model, [share(ids, rank) for ids in inputs]))
-    counts = {k: [c.calls, c.wire_bytes] for k, c in model.comm_counts().items()}
+    calls = {kind: count.calls for kind, count in model.comm_counts().items()}
     units = flat_param.plan.unit_shapes(plain(), units=type(reference.blocks[0]))
     planned = flat_param.plan.plan_training(units, **planned_as(way, world), boundary=boundary)
     parts = [part for unit in model._flat_param.schedule.units for part in unit.parts]
     return {
         "loss_error": max(abs(a - b) for a, b in zip(got, expected, strict=True)),
         "param_error": distance(whole_state(model), whole_state(reference)),
-        "counts": counts,
-        "planned": three_steps(planned),
+        "calls": calls,
         "bytes": sum(part.shard.nbytes for part in parts),
-        "planned_bytes": planned.rank_bytes.params,
+        "planned_bytes": planned.params,
     }
-
-
-def three_steps(plan: flat_param.plan.TrainingPlan) -> dict[str, list[int]]:
-    """Collectives of the whole run."""
-    return {kind: [3 * c.calls, 3 * c.wire_bytes] for kind, c in plan.collectives.items()}
 
 
 def run(rank: int, world: int) -> dict[str, Any]:

@@ -195,7 +195,8 @@ def _decoder(names: tuple[str, ...], **options: Any) -> Decoder:
     model = built_decoder()
     for layer in model.layers:
         fully_shard(layer, **options)
-    fully_shard([getattr(model, name) for name in names], **options)
+    listed = [getattr(model, name) for name in names]
+    assert fully_shard(listed, **options) is listed
     return fully_shard(model, **options)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from _harness import (
     WAYS,
     Block,
@@ -30,19 +29,6 @@ def note(seen: list[int], count: Callable[[nn.Module], int], model: nn.Module, *
     seen.append(count(model))
 
 
-def check_memory_of_whole_parameters_is_given_back(rank: int, world: int) -> None:
-    """Memory of whole parameters is given back."""
-    (ids,) = batches(world, 1)
-    for way in WAYS:
-        model = sharded(**options_of(way))
-        assert whole_bytes(model) == 0
-        with torch.no_grad():
-            model(share(ids, rank))
-        assert whole_bytes(model) == 0, way
-        loss_of(model, share(ids, rank)).backward()
-        assert whole_bytes(model) == 0, way
-
-
 def check_peak_of_whole_parameters_is_as_planned(rank: int, world: int) -> None:
     """Peak of whole parameters is as planned."""
     units = flat_param.plan.unit_shapes(plain(), units=Block)
@@ -55,7 +41,7 @@ def check_peak_of_whole_parameters_is_as_planned(rank: int, world: int) -> None:
         for ids in batches(world, 2):
             loss_of(model, share(ids, rank)).backward()
         plan = flat_param.plan.plan_training(units, **planned_as(way, world))
-        assert max(seen) == plan.rank_bytes.whole_params_peak, (way, max(seen), str(plan))
+        assert max(seen) == plan.whole_params_peak, (way, max(seen), str(plan))
 
 
 def check_peak_of_whole_gradients_is_as_planned(rank: int, world: int) -> None:
@@ -68,7 +54,7 @@ def check_peak_of_whole_gradients_is_as_planned(rank: int, world: int) -> None:
         for ids in batches(world, 2):
             loss_of(model, share(ids, rank)).backward()
         plan = flat_param.plan.plan_training(units, **planned_as(way, world))
-        assert max(seen) == plan.rank_bytes.whole_grads_peak, (way, max(seen), str(plan))
+        assert max(seen) == plan.whole_grads_peak, (way, max(seen), str(plan))
 
 
 def check_frozen_segments_have_no_gradient_memory_or_traffic(rank: int, world: int) -> None:

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from .._torch_compat import without_torch_function
 from ..layout._layout import FlatLayout
 from ..layout._spec import ParamSpec
 
-# Device types for which a storage pointer is, or is not, the address of its first byte.
-_ADDRESSED = {"cpu": True, "cuda": True, "xpu": True, "meta": False, "mps": False}
+# Device types for which a storage pointer is the address of its first byte.
+_ADDRESSED = ("cpu", "cuda", "xpu")
 
 
 class ParamViews:
@@ -72,18 +71,9 @@ class ParamViews:
         return [index for index, (now, planned) in pairs if now != planned]
 
 
-def allocate(
-    layout: FlatLayout, *, device: torch.device | None = None, numel: int | None = None
-) -> Tensor:
-    """Allocate an uninitialised buffer for a layout, with zeros in its gaps.
-
-    Args:
-        layout: gives dtype and numel.
-        device: default: torch's default device.
-        numel: elements to allocate, if a shard plan pads the buffer; the padding is zeroed.
-    """
-    size = layout.numel if numel is None else numel
-    return zero_gaps_(torch.empty(size, dtype=layout.dtype, device=device), layout)
+def allocate(layout: FlatLayout, *, device: torch.device) -> Tensor:
+    """Allocate an uninitialised buffer for a layout, with zeros in its gaps."""
+    return zero_gaps_(torch.empty(layout.numel, dtype=layout.dtype, device=device), layout)
 
 
 def zero_gaps_(buffer: Tensor, layout: FlatLayout) -> Tensor:
@@ -92,11 +82,6 @@ def zero_gaps_(buffer: Tensor, layout: FlatLayout) -> Tensor:
         buffer[start:stop].zero_()
     buffer[layout.numel :].zero_()
     return buffer
-
-
-def zeros(numel: int, *, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
-    """Return a `(numel,)` tensor of zeros, optionally page-locked."""
-    return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned)
 
 
 def param_view(buffer: Tensor, layout: FlatLayout, index: int) -> Tensor:
@@ -121,36 +106,19 @@ def over(memory: UntypedStorage, view: Tensor) -> Tensor:
     """Return a tensor like a view, with a storage that is only the view's part of the memory.
 
     Names whose tensors share a storage count as tied in torch.save, safetensors, transformers and
-    accelerate. The part keeps the whole buffer alive. The view itself is returned for meta tensors,
-    for storages without an address, and in shared memory, which processes share as whole storages.
+    accelerate. The part keeps the whole buffer alive. The view itself is returned for storages
+    without an address, and in shared memory, which processes share as whole storages.
 
     Args:
         memory: a storage that begins where the view's storage begins.
         view: dense.
     """
-    if not _is_addressed(memory.device) or (memory.device.type == "cpu" and memory.is_shared()):
+    kind = memory.device.type
+    if kind not in _ADDRESSED or (kind == "cpu" and memory.is_shared()):
         return view
     start = view.storage_offset() * view.itemsize
     part = memory[start : start + view.numel() * view.itemsize]
     return view.new_empty(0).set_(part, 0, view.shape, view.stride())
-
-
-def _is_addressed(device: torch.device) -> bool:
-    """Whether a slice of a storage has the expected address; tried once per unknown device."""
-    known = _ADDRESSED.get(device.type)
-    if known is None:
-        known = _ADDRESSED[device.type] = _shares_stretches(device)
-    return known
-
-
-def _shares_stretches(device: torch.device) -> bool:
-    whole = torch.arange(64, dtype=torch.uint8, device=device)
-    try:
-        stretch = whole.new_empty(0).set_(whole.untyped_storage()[16:32], 0, (16,), (1,))
-        whole.add_(1)
-        return stretch.tolist() == list(range(17, 33))
-    except (RuntimeError, NotImplementedError):
-        return False
 
 
 def unflatten(vector: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
@@ -175,40 +143,26 @@ def unflatten(vector: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
     return {spec.name: _in_shape(elements, spec) for spec, elements in named}
 
 
-def memory_order(tensor: Tensor, spec: ParamSpec) -> Tensor:
-    """A tensor's elements as a 1-D tensor, in the order of the spec's memory; a view if possible.
-
-    Args:
-        tensor: of the spec's shape, of any stride.
-        spec: whose stride gives the order.
+def memory_order(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """A tensor's elements, 1-D, in the order of memory with a stride; a view if possible.
 
     Example:
         >>> import torch
-        >>> spec = ParamSpec("w", (2, 2), torch.float32, (1, 2))
-        >>> memory_order(torch.tensor([[1, 2], [3, 4]]), spec).tolist()
+        >>> memory_order(torch.tensor([[1, 2], [3, 4]]), (1, 2)).tolist()
         [1, 3, 2, 4]
     """
-    return tensor.permute(outer_first(spec)).reshape(-1)
-
-
-def flat_view(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the elements of a tensor in the memory order of `like`, 1-D; a view if possible."""
-    with without_torch_function():  # converts a piece to a plain tensor
-        tensor = tensor.detach()
-    strides = like.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
-    return tensor.permute(order).reshape(-1)
+    return tensor.permute(outer_first(stride)).reshape(-1)
 
 
 def _in_shape(elements: Tensor, spec: ParamSpec) -> Tensor:
-    order = outer_first(spec)
+    order = outer_first(spec.stride)
     sizes = [spec.shape[dim] for dim in order]
     return elements.view(sizes).permute(inverse(order))
 
 
-def outer_first(spec: ParamSpec) -> list[int]:
+def outer_first(stride: Sequence[int]) -> list[int]:
     """Return the dimensions in the order of memory, slowest first."""
-    return sorted(range(len(spec.shape)), key=lambda dim: (-spec.stride[dim], dim))
+    return sorted(range(len(stride)), key=lambda dim: (-stride[dim], dim))
 
 
 def inverse(order: Sequence[int]) -> list[int]:

@@ -48,7 +48,7 @@ METADATA = ".metadata"
 _SAVE_PREFIX = "save-"
 _TRAILER = b"flat-param checksum "
 _OLD_PART = re.compile(r"[0-9a-f]+-rank-\d+-of-\d+/")
-_BLOCK_BYTES = 1 << 22
+_BLOCK_BYTES = 1 << 20
 _COLUMNS = 2053
 
 

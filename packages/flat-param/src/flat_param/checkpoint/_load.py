@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from .._errors import CheckpointError, FlatParamError
 from .._torch_compat import set_element
 from ..layout._arguments import check_is_module, path_of
-from ._optim_state import NamedParam, optimizer_params, pieces_of
-from ._state_dict import cut, is_extra, load_named, restored_on_error
+from ._optim_state import NamedParam, optimizer_params
+from ._state_dict import cut, is_extra, load_named, pieces_of, restored_on_error
 from ._world import World
 
 _STATE, _GROUPS = ("optim", "state"), ("optim", "param_groups")

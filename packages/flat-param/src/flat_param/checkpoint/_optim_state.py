@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from .._errors import ParameterError, StateError
 from ..buffers._dtensors import as_dtensor
 from ..layout._arguments import check_is_optimizer
-from ..sharded._full_params import named_sites
 from ..sharded._optim_state import present_all, take_all
-from ..sharded._param_piece import ParamPiece
+from ..sharded._param_piece import ParamPiece, piece_of
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,10 @@ class NamedParam:
         return self.piece is None or self.piece.comm.rank == self.piece.first_holder
 
 
-def pieces_of(module: nn.Module) -> dict[str, ParamPiece]:
-    """The piece of each sharded parameter, under all of its names."""
-    return {name: site.part.pieces[site.index] for name, site in named_sites(module)}
-
-
 def optimizer_params(module: nn.Module, optimizer: Optimizer) -> list[list[NamedParam]]:
     """The optimizer's parameters by group, under their first names."""
     check_is_optimizer("state_dict", optimizer)
-    pieces = pieces_of(module)
-    named = {p: NamedParam(name, p, pieces.get(name)) for name, p in module.named_parameters()}
+    named = {p: NamedParam(name, p, piece_of(p)) for name, p in module.named_parameters()}
     groups = []
     for position, group in enumerate(optimizer.param_groups):
         for param in group["params"]:

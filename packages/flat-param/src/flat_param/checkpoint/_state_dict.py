@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +15,13 @@ from .._errors import StateError
 from ..buffers._dtensors import as_dtensor, is_dtensor
 from ..layout._arguments import check_is_module
 from ..sharded._by_hand import units_at_rest
-from ..sharded._full_params import named_sites
-from ..sharded._param_piece import ParamPiece
+from ..sharded._param_piece import ParamPiece, piece_of
 from ..sharded._tensors import map_tensors
 from ._optim_state import (
+    NamedParam,
     load_optimizer_state,
     named_optimizer_state,
     optimizer_params,
-    pieces_of,
     state_of,
 )
 from ._world import World
@@ -83,57 +81,51 @@ def _complete(
     """Add empty shards and values of other ranks, so all gather the same tensors. Collective."""
     named = {each.name: each for group in optimizer_params(module, optimizer) for each in group}
     note = {
-        name: {key: _described(value, named[name].speaks) for key, value in values.items()}
+        name: {
+            key: _Shard(value.dtype, tuple(value.shape)) if is_dtensor(value) else value
+            for key, value in values.items()
+            if is_dtensor(value) or named[name].speaks
+        }
         for name, values in state.items()
     }
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {name: {} for name in named}
     for told in world.comm.share(note):
         for name, values in told.items():
-            known = found.setdefault(name, {})
             for key, value in values.items():
-                if known.get(key) is None:
-                    known[key] = value
-                elif isinstance(value, _Shard) and known[key] != value:
+                first = found[name].setdefault(key, value)
+                if isinstance(value, _Shard) and first != value:
                     raise StateError(
                         f"flat_param.full_state_dict: optimizer state '{key}' of parameter "
-                        f"'{name}' has shape {known[key].size} and {known[key].dtype} on one rank "
-                        f"and {value.size} and {value.dtype} on another. Step the same optimizer "
-                        "on all ranks."
+                        f"'{name}' has shape {first.size} and {first.dtype} on one rank and "
+                        f"{value.size} and {value.dtype} on another. Step the same optimizer on "
+                        "all ranks."
                     )
-
-    def filled(name: str, key: str, value: Any) -> Any:
-        piece = named[name].piece
-        if key in state.get(name, {}):
-            return state[name][key]
-        return value.empty(piece) if isinstance(value, _Shard) and piece is not None else value
-
     return {
-        name: {key: filled(name, key, value) for key, value in found[name].items()}
-        for name in named
-        if name in found
+        name: {
+            key: state[name][key] if key in state.get(name, ()) else _empty(value, named[name])
+            for key, value in values.items()
+        }
+        for name, values in found.items()
+        if values
     }
 
 
-@dataclass(frozen=True)
-class _Shard:
+class _Shard(NamedTuple):
     """Dtype and whole size of a shard, for ranks without elements of it."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
 
-    def empty(self, piece: ParamPiece) -> Tensor:
-        """Return the shard of a rank that has no elements."""
-        if self.size == piece.shape:
-            return piece.present(torch.empty(0, dtype=self.dtype, device=piece.device))
-        rows = torch.empty(0, *self.size[1:], dtype=self.dtype, device=piece.device)
-        return piece.present_rows(rows)
 
-
-def _described(value: Any, speaks: bool) -> Any:
-    """A shard, or a value on the rank that provides it; None on other ranks."""
-    if is_dtensor(value):
-        return _Shard(value.dtype, tuple(value.shape))
-    return value if speaks else None
+def _empty(value: Any, named: NamedParam) -> Any:
+    """The shard of a rank without elements; other values unchanged."""
+    piece = named.piece
+    if piece is None or not isinstance(value, _Shard):
+        return value
+    if value.size == piece.shape:
+        return piece.present(torch.empty(0, dtype=value.dtype, device=piece.device))
+    rows = torch.empty(0, *value.size[1:], dtype=value.dtype, device=piece.device)
+    return piece.present_rows(rows)
 
 
 def _whole(value: Any, *, keeps: bool, on_host: bool) -> Any:
@@ -246,11 +238,12 @@ def load_named(module: nn.Module, state: Mapping[str, Any], optimizer: Optimizer
             "which an optimizer is loaded. Leave the optimizer out."
         )
     known = dict(state["model"])
-    for names in tied_names(module):
-        given = next((name for name in names if name in known), None)
-        for name in names:
-            if given is not None:
-                known.setdefault(name, known[given])
+    tied: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        tied.setdefault(param, []).append(name)
+    for names in tied.values():
+        given = [known[name] for name in names if name in known]
+        known |= {name: given[0] for name in names if given and name not in known}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_dtensor(tensor) and name in known:
             known[name] = as_dtensor(known[name], tensor)
@@ -262,16 +255,9 @@ def load_named(module: nn.Module, state: Mapping[str, Any], optimizer: Optimizer
         load_optimizer_state(module, optimizer, state["optim"])
 
 
-def tied_names(module: nn.Module) -> list[list[str]]:
-    """The names of each tied parameter."""
-    names: dict[object, list[str]] = {}
-    for name, site in named_sites(module):
-        names.setdefault((id(site.part), site.index), []).append(name)
-    managed = {name for own in names.values() for name in own}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if name not in managed:
-            names.setdefault(id(param), []).append(name)
-    return [own for own in names.values() if len(own) > 1]
+def pieces_of(module: nn.Module) -> dict[str, ParamPiece | None]:
+    """The piece of each parameter, under all of its names; None if it is not sharded."""
+    return {n: piece_of(p) for n, p in module.named_parameters(remove_duplicate=False)}
 
 
 def cut(whole: Any, piece: ParamPiece | None) -> Any:

@@ -105,45 +105,46 @@ def make_chunks(segments: FlatSegments, numel: int | None) -> list[Chunk]:
 @cache
 def _watch_steps() -> None:
     """Look at chunks and at their state before each optimizer step, from the first chunk on."""
-    register_optimizer_step_pre_hook(_sync_chunks)
-    register_optimizer_step_pre_hook(_check_state)
-
-
-def _sync_chunks(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    last = None
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if type(param) is Chunk and param._flat_segment is not last:
-                last = param._flat_segment
-                last.sync()
+    register_optimizer_step_pre_hook(_before_step)
 
 
 _checked: WeakSet[Optimizer] = WeakSet()
 _hooked: WeakSet[Optimizer] = WeakSet()
 
 
-def _check_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse state of separate parameters in the first step, and in the first after each load.
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Compare modules with their plans; in the first step and after each load also the state."""
+    is_checked, last = optimizer in _checked, None
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if type(param) is not Chunk:
+                continue
+            if param._flat_segment is not last:
+                last = param._flat_segment
+                last.sync()
+            if not is_checked:
+                _check_state(optimizer, param)
+    if last is not None:
+        _checked.add(optimizer)
+    if last is not None and optimizer not in _hooked:
+        _hooked.add(optimizer)
+        optimizer.register_load_state_dict_post_hook(_checked.discard)
+
+
+def _check_state(optimizer: Optimizer, chunk: Chunk) -> None:
+    """Refuse state of separate parameters.
 
     torch loads state by position and compares no shapes. Fused kernels then read as many elements
     of the state as the chunk has, beyond the state's end. Optimizers that are not torch's may have
     state of any shape.
     """
-    if optimizer in _checked:
-        return
     classes = type(optimizer).__mro__  # offloading adds a class of this package
-    own = next(cls for cls in classes if not cls.__module__.startswith("flat_param."))
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for param in params if own in ELEMENTWISE else ():
-        for key, value in optimizer.state.get(param, {}).items() if type(param) is Chunk else ():
-            if isinstance(value, Tensor) and value.dim() and value.shape != param.shape:
+    if next(cls for cls in classes if not cls.__module__.startswith("flat_param.")) in ELEMENTWISE:
+        for key, value in optimizer.state.get(chunk, {}).items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != chunk.shape:
                 raise StateError(
                     f"flat_param.FlatParams.chunks: optimizer state '{key}' has shape "
                     f"{tuple(value.shape)}, but the chunk that it was loaded for has "
-                    f"{tuple(param.shape)}: it was saved over separate parameters. Nothing was "
+                    f"{tuple(chunk.shape)}: it was saved over separate parameters. Nothing was "
                     "stepped. Load it with flat.load_optimizer_state(optimizer, state)."
                 )
-    _checked.add(optimizer)
-    if optimizer not in _hooked:
-        _hooked.add(optimizer)
-        optimizer.register_load_state_dict_post_hook(_checked.discard)

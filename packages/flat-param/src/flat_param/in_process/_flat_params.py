@@ -221,12 +221,12 @@ class FlatParams:
                 fit in the cache; on other devices the whole segment, as each leaf costs time.
 
         Raises:
-            VectorError: `numel` is below 1.
+            VectorError: `numel` is no whole number of at least 1.
         """
-        if numel is not None and numel < 1:
+        if numel is not None and (type(numel) is not int or numel < 1):
             raise VectorError(
-                f"flat_param.FlatParams.chunks: numel is {numel}, but a chunk has at least one "
-                "element. Pass a larger number, or leave it out."
+                f"flat_param.FlatParams.chunks: numel is {numel!r}, but a chunk has a whole number "
+                "of elements, at least one. Pass such a number, or leave it out."
             )
         return list(make_chunks(self._flat_segments, numel))
 

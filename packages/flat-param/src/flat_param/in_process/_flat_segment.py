@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from .._errors import StateError
 from ..buffers._grads import GradBuffer
-from ..buffers._views import ParamViews, allocate, over, param_views, zeros
+from ..buffers._views import ParamViews, allocate, over, param_views
 from ..layout._layout import Segment
 
 _grad_of = attrgetter("grad")
@@ -136,7 +136,7 @@ class FlatSegment:
         if self._held is None:
             buffer = self.buffer
             with torch.inference_mode(False):
-                flat = zeros(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
+                flat = torch.zeros(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
                 self._held = GradBuffer(flat, self.plan.layout, [False] * len(self.params))
         return self._held
 

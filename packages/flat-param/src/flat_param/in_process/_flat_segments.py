@@ -81,12 +81,11 @@ class FlatSegments:
             segment.close()
         for tensor, copied in zip(held, copies, strict=True):
             tensor.data = copied
-        for name in (ATTRIBUTE, "_apply"):
-            del vars(module)[name]
+        self.closed, self.all, self.chunks, self._tensors = True, (), [], []
+        vars(module).pop("_apply", None)
         if self._owner is not None:
             self._owner.drop()
-        self.__setstate__(self.__getstate__())
-        self.closed = True
+        vars(module).pop(ATTRIBUTE, None)  # last: if this is interrupted, it can be called again
 
     @property
     def trainable(self) -> tuple[FlatSegment, ...]:
@@ -136,10 +135,10 @@ class FlatSegments:
         specs, params = collect_params(module)
         named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
         check_owners("FlatParams", module, named, (UNIT, FLATTENED), never=UNIT)
-        check_one_device(specs, params)
+        check_one_device("flatten", specs, [param.device for param in params])
         check_apart("flatten", module, params)
         check_grads(specs, params)
-        plans = plan_segments(specs, align_bytes=self._align_bytes) if specs else ()
+        plans = plan_segments(specs, align_bytes=self._align_bytes)
         self._check_chunks(plans)
         for segment in self.all:
             segment.close()

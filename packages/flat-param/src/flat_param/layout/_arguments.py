@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import ParameterError, StateError
-from ._spec import ParamSpec
+from ._spec import ParamSpec, check_one_device
 
 
 def check_is_module(function: str, module: object) -> None:
@@ -123,13 +123,7 @@ def one_device(
 ) -> torch.device:
     """The device of a unit's parameters; of the mesh for CPU and meta parameters."""
     homes = [torch.device("cpu") if param.is_meta else param.device for param in params]
-    for spec, home in zip(specs, homes, strict=True):
-        if home != homes[0]:
-            raise ParameterError(
-                f"flat_param.fully_shard: parameter '{spec.name}' is on {home} and "
-                f"'{specs[0].name}' on {homes[0]}, but a unit computes on one device. "
-                "Move the module first."
-            )
+    check_one_device("fully_shard", specs, homes)
     home = homes[0] if homes else torch.device("cpu")
     if home.type != "cpu" or mesh is None or mesh.device_type == "cpu":
         return home

@@ -10,11 +10,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias, get_args
 
 from .._errors import LayoutError
+from ._spec import ParamSpec, contiguous_stride
 
 
 @dataclass(frozen=True)
@@ -55,38 +57,92 @@ Word: TypeAlias = Literal["element", "row", "tensor"]
 
 
 @dataclass(frozen=True)
-class PerParameter:
-    """A boundary for each parameter of a buffer, by name.
+class BoundaryRules:
+    """A boundary for each parameter; made by `by_name`.
 
-    Args:
-        choices: name and boundary of each.
+    Attributes:
+        rules: a glob of names, and the boundary of parameters that match.
+        default: the boundary of other parameters.
+        missing_ok: whether a rule may match no parameter.
     """
 
-    choices: tuple[tuple[str, Word | Blocks], ...]
+    rules: tuple[tuple[str, Word | Blocks], ...]
+    default: Word | Blocks
+    missing_ok: bool
 
     def __str__(self) -> str:
         """The form that ranks compare."""
-        return ", ".join(f"{name}: {boundary}" for name, boundary in self.choices)
+        told = (f"{glob!r}: {boundary}" for glob, boundary in self.rules)
+        return f"{{{', '.join(told)}}}, else {self.default}"
 
 
-Boundary: TypeAlias = Word | Blocks | PerParameter
+Boundary: TypeAlias = Word | Blocks | BoundaryRules
 
 
-def boundaries_of(boundary: Boundary, names: Sequence[str]) -> tuple[Word | Blocks, ...]:
-    """The boundary of each of these parameters."""
-    if not isinstance(boundary, PerParameter):
-        return (boundary,) * len(names)
-    of = dict(boundary.choices)
-    return tuple(of[name] for name in names)
+def by_name(
+    rules: Mapping[str, Word | Blocks],
+    *,
+    default: Word | Blocks = "element",
+    missing_ok: bool = False,
+) -> BoundaryRules:
+    """Choose the boundary of each parameter by its name.
+
+    Args:
+        rules: globs of names below the module that is sharded, and boundaries; the first that
+            matches decides.
+        default: for parameters that match no rule.
+        missing_ok: whether a glob may match no parameter of the unit.
+
+    Raises:
+        LayoutError: a boundary is unknown, or a glob is not text.
+
+    Example:
+        >>> str(by_name({"*.experts.*": "tensor", "*.weight": Blocks(32)}))
+        "{'*.experts.*': tensor, '*.weight': Blocks(32)}, else element"
+    """
+    if not isinstance(rules, Mapping) or not all(isinstance(glob, str) for glob in rules):
+        raise LayoutError(
+            f"flat_param.by_name: rules is {rules!r}, but it must be a mapping from globs of names "
+            'to boundaries. Write for example {"*.weight": "tensor"}.'
+        )
+    for boundary in (*rules.values(), default):
+        if isinstance(boundary, BoundaryRules):
+            raise LayoutError("flat_param.by_name: a boundary is a result of by_name itself.")
+        check_boundary(boundary, where="by_name")
+    return BoundaryRules(tuple(rules.items()), default, missing_ok)
 
 
 def check_boundary(boundary: object, *, where: str = "plan_shard") -> None:
     """Refuse an unknown boundary."""
-    if not isinstance(boundary, (Blocks, PerParameter)) and boundary not in get_args(Word):
+    if not isinstance(boundary, (Blocks, BoundaryRules)) and boundary not in get_args(Word):
         raise LayoutError(
             f"flat_param.{where}: boundary is {boundary!r}, but it must be one of "
-            f"{', '.join(get_args(Word))}, or Blocks. Use 'element' for elementwise optimizers."
+            f"{', '.join(get_args(Word))}, or Blocks, or what by_name returns. Use 'element' for "
+            "elementwise optimizers."
         )
+
+
+def check_rules(boundary: Boundary, specs: Sequence[ParamSpec]) -> None:
+    """Refuse an unknown boundary, and rules that match no parameter of a unit."""
+    check_boundary(boundary, where="fully_shard")
+    if not isinstance(boundary, BoundaryRules) or boundary.missing_ok:
+        return
+    names = [name for spec in specs for name in spec.names]
+    for glob, _ in boundary.rules:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise LayoutError(
+                f"flat_param.fully_shard: boundary has a rule for {glob!r}, but no parameter of "
+                "the unit matches it; names are those below the module that is sharded. There are "
+                f"{', '.join(names[:5]) or 'none'}. If some units lack it, pass missing_ok=True."
+            )
+
+
+def boundary_of(spec: ParamSpec, boundary: Boundary) -> Word | Blocks:
+    """The boundary of one parameter."""
+    if not isinstance(boundary, BoundaryRules):
+        return boundary
+    matches = (own for glob, own in boundary.rules if any(fnmatchcase(n, glob) for n in spec.names))
+    return next(matches, boundary.default)
 
 
 @dataclass(frozen=True)
@@ -97,31 +153,26 @@ class Cut:
         atom_numel: elements that stay together, at least 1.
         inner: sizes of the last dimensions, which stay whole; None if nothing does.
         whole: whether the parameter is never cut, and a rank has all of it or nothing.
+        block_numel: elements of each row or block that the boundary keeps whole; of a row of
+            tiles; 0 where there is none.
     """
 
     atom_numel: int
     inner: tuple[int, ...] | None
     whole: bool
+    block_numel: int
 
 
-def cut_of(shape: tuple[int, ...], stride: tuple[int, ...], boundary: Word | Blocks) -> Cut:
-    """How a parameter of dense `shape` and `stride` (elements) is cut at a boundary."""
-    if boundary == "element":
-        return Cut(1, None, whole=False)
-    numel = math.prod(shape)
-    atom, inner = _atom(shape, stride, boundary)
-    atom = max(1, atom)
-    if atom >= numel:
-        return Cut(max(1, numel), shape[1:], whole=True)
-    return Cut(atom, inner, whole=False)
-
-
-def numel_of_block(shape: tuple[int, ...], stride: tuple[int, ...], boundary: Word | Blocks) -> int:
-    """Elements of each row or block that a boundary keeps whole; 0 where it has none.
-
-    For tiles, this is one row of tiles.
-    """
-    return 0 if boundary in ("element", "tensor") else _atom(shape, stride, boundary)[0]
+def cut_of(spec: ParamSpec, boundary: Boundary) -> Cut:
+    """How a parameter is cut."""
+    own = boundary_of(spec, boundary)
+    if own == "element":
+        return Cut(1, None, whole=False, block_numel=0)
+    atom, inner = _atom(spec.shape, spec.stride, own)
+    block = 0 if own == "tensor" else atom
+    if max(1, atom) >= spec.numel:
+        return Cut(max(1, spec.numel), spec.shape[1:], whole=True, block_numel=block)
+    return Cut(atom, inner, whole=False, block_numel=block)
 
 
 def _atom(
@@ -130,10 +181,11 @@ def _atom(
     numel = math.prod(shape)
     if boundary == "tensor" or numel == 0 or not shape:
         return numel, shape[1:]
+    row_major = contiguous_stride(shape)
     if boundary == "row":
         row = numel // shape[0]
         return (row if shape[0] == 1 or stride[0] == row else numel), shape[1:]
-    if not is_row_major(shape, stride):
+    if any(size > 1 and a != b for size, a, b in zip(shape, stride, row_major, strict=True)):
         return numel, shape[1:]
     assert isinstance(boundary, Blocks)
     if isinstance(boundary.shape, int):
@@ -150,13 +202,3 @@ def _tile_atom(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, tupl
     if dim and shape[dim] % size:
         return math.prod(shape[dim:]), shape[dim:]
     return size * math.prod(inner), inner
-
-
-def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether a dense tensor is row-major."""
-    step = 1
-    for size, found in zip(reversed(shape), reversed(stride), strict=True):
-        if size > 1 and found != step:
-            return False
-        step *= size
-    return True

@@ -45,11 +45,6 @@ class FlatLayout:
         return sum(spec.numel for spec in self.specs)
 
     @property
-    def padding_numel(self) -> int:
-        """Elements in gaps."""
-        return self.numel - self.used_numel
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the buffer, gaps included."""
         return self.numel * self.dtype.itemsize
@@ -70,16 +65,9 @@ class FlatLayout:
     @cached_property
     def pieces(self) -> tuple[tuple[int, int], ...]:
         """`(numel, index)` of every range in buffer order; a gap has index -1."""
-        pieces: list[tuple[int, int]] = []
-        end = 0
-        for index, (start, stop) in enumerate(self.ranges):
-            if end < start:
-                pieces.append((start - end, -1))
-            pieces.append((stop - start, index))
-            end = stop
-        if end < self.numel:
-            pieces.append((self.numel - end, -1))
-        return tuple(pieces)
+        found = [(*place, index) for index, place in enumerate(self.ranges)]
+        found += [(*gap, -1) for gap in self.gaps]
+        return tuple((stop - start, index) for start, stop, index in sorted(found))
 
 
 @dataclass(frozen=True)
@@ -142,11 +130,11 @@ def plan_segments(
     Pure. O(n). Segments come in the order of their first parameter.
 
     Args:
-        specs: non-empty.
+        specs: in buffer order.
         align_bytes: as in `plan_layout`.
 
     Raises:
-        LayoutError: empty input, or `align_bytes` not a power of two.
+        LayoutError: `align_bytes` is not a power of two.
 
     Example:
         >>> head = ParamSpec("head", (4,), torch.float32)
@@ -154,11 +142,6 @@ def plan_segments(
         >>> [segment.name for segment in plan_segments([head, body])]
         ['float32', 'bfloat16.frozen']
     """
-    if not specs:
-        raise LayoutError(
-            "flat_param.plan_segments: specs is empty, but a segment needs a parameter. "
-            "Skip modules without parameters."
-        )
     groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
     for spec in specs:
         groups.setdefault((spec.dtype, spec.requires_grad), []).append(spec)

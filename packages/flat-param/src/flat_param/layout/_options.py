@@ -1,4 +1,4 @@
-"""The dtypes of a unit, and its other options."""
+"""The options of a unit, and the dtypes of torch's mixed-precision policy."""
 
 from __future__ import annotations
 
@@ -15,41 +15,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Precision:
-    """The dtypes of torch's `MixedPrecisionPolicy`. Shards keep the parameters' own dtype.
+class UnitOptions:
+    """How one unit is sharded.
 
     Attributes:
-        param_dtype: of unsharded parameters; None keeps their own.
-        reduce_dtype: of gradient reductions over ranks; None means the compute dtype.
-        output_dtype: floating-point outputs of the unit are cast to it.
-        cast_forward_inputs: cast floating-point inputs of the unit to `param_dtype`.
+        precision: the dtypes. Shards keep the parameters' own dtype.
+        boundary: where its parameters may be cut.
+        cpu_offload: whether shards are in CPU memory.
+        pin_memory: whether those shards are page-locked.
     """
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
-
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the compute dtype of a parameter of `dtype`; only floating point is cast."""
-        return self.param_dtype or dtype if dtype.is_floating_point else dtype
-
-    def reduction_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of parameters of `dtype` are reduced."""
-        return self.reduce_dtype or self.compute_dtype(dtype) if dtype.is_floating_point else dtype
-
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """Return the dtype to which floating-point inputs are cast; None leaves them."""
-        return self.param_dtype if self.cast_forward_inputs else None
+    precision: MixedPrecisionPolicy
+    boundary: Boundary
+    cpu_offload: bool = False
+    pin_memory: bool = False
 
 
-def precision_of(policy: MixedPrecisionPolicy | None, *, where: str = "fully_shard") -> Precision:
-    """The dtypes of torch's policy."""
-    if policy is None:
-        return Precision()
+def precision_of(
+    policy: MixedPrecisionPolicy | None, *, where: str = "fully_shard"
+) -> MixedPrecisionPolicy:
+    """The policy, or torch's default; refuses dtypes in which torch does not compute."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    policy = MixedPrecisionPolicy() if policy is None else policy
     if not isinstance(policy, MixedPrecisionPolicy):
         raise StateError(
             f"flat_param.{where}: mp_policy is {policy!r}, but it must be a policy of torch. "
@@ -57,32 +45,22 @@ def precision_of(policy: MixedPrecisionPolicy | None, *, where: str = "fully_sha
         )
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(policy, name)
-        if dtype is not None and not _can_compute(dtype):
+        computes = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+        if dtype is not None and not computes:
             raise LayoutError(
                 f"flat_param.{where}: {name} of mp_policy is {dtype!r}, but torch computes in "
                 "floating point of 16 bits or more. Use torch.bfloat16."
             )
-    return Precision(
-        policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
-    )
+    return policy
 
 
-def _can_compute(dtype: object) -> bool:
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+def compute_dtype(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of unsharded parameters; only floating point is cast."""
+    return policy.param_dtype or dtype if dtype.is_floating_point else dtype
 
 
-@dataclass(frozen=True)
-class UnitOptions:
-    """How one unit is sharded.
-
-    Attributes:
-        precision: its dtypes.
-        boundary: where its parameters may be cut.
-        cpu_offload: whether shards are in CPU memory.
-        pin_memory: whether those shards are page-locked.
-    """
-
-    precision: Precision
-    boundary: Boundary
-    cpu_offload: bool = False
-    pin_memory: bool = False
+def reduction_dtype(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of parameters of `dtype` are reduced."""
+    if not dtype.is_floating_point:
+        return dtype
+    return policy.reduce_dtype or compute_dtype(policy, dtype)

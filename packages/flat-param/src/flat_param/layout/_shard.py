@@ -1,43 +1,22 @@
-"""Which rank has which part of a flat buffer.
+"""Which rank has which part of a flat buffer, and of each parameter.
 
 Ranges are in rank order and cover the padded buffer, each element once. With boundary "element" all
 have the same length and start aligned, so one collective moves them; elements beyond the layout are
 padding and zero. Other boundaries never cut through a row of dim 0, a block or a tensor; the
-longest range is then as short as a contiguous cut allows.
+longest range is then as short as a contiguous cut allows, and exceeds the mean by less than the
+largest atom and the gap before it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from .._errors import LayoutError
-from ._boundary import Boundary, Cut, PerParameter, boundaries_of, check_boundary, cut_of
-from ._cuts import CutPlaces
+from ._boundary import Boundary, Cut, check_boundary, cut_of
 from ._layout import FlatLayout, round_up
-
-
-@dataclass(frozen=True)
-class ShardPart:
-    """One rank's part of one parameter.
-
-    Args:
-        index: position of the parameter in `layout.specs`.
-        offset: first element in the shard.
-        start: first element of the parameter, in memory order.
-        stop: one past the last element of the parameter.
-    """
-
-    index: int
-    offset: int
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements in the part."""
-        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -46,12 +25,12 @@ class ShardPlan:
 
     Args:
         layout: the buffer.
-        boundary: where a range may begin.
+        cuts: how each parameter may be cut, in layout order.
         ranges: `(start, stop)` per rank, elements of the padded buffer.
     """
 
     layout: FlatLayout
-    boundary: Boundary
+    cuts: tuple[Cut, ...]
     ranges: tuple[tuple[int, int], ...]
 
     @property
@@ -70,11 +49,6 @@ class ShardPlan:
         return max(stop - start for start, stop in self.ranges)
 
     @cached_property
-    def cuts(self) -> tuple[Cut, ...]:
-        """How each parameter may be cut, in layout order."""
-        return _cuts(self.layout, self.boundary)
-
-    @cached_property
     def even(self) -> bool:
         """Whether all ranges have the same length."""
         return all(stop - start == self.shard_numel for start, stop in self.ranges)
@@ -84,25 +58,17 @@ class ShardPlan:
         """How much longer the longest range is than the mean: 0.25 is a quarter longer."""
         return self.shard_numel * self.world_size / max(1, self.numel) - 1
 
-    def parts(self, rank: int) -> tuple[ShardPart, ...]:
-        """Return the nonempty pieces of parameters in one rank's range, in buffer order.
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether a parameter is only cut between rows, blocks or tensors, or not at all."""
+        return self.world_size == 1 or any(cut.inner is not None for cut in self.cuts)
 
-        O(log n + parts).
-        """
-        return parts_between(self.layout, *self.ranges[rank])
-
-
-def parts_between(layout: FlatLayout, start: int, stop: int) -> tuple[ShardPart, ...]:
-    """The pieces of parameters in `[start, stop)` of a buffer, empty ones left out."""
-    parts: list[ShardPart] = []
-    begin = max(0, bisect_right(layout.offsets, start) - 1)
-    for index in range(begin, bisect_left(layout.offsets, stop)):
-        offset = layout.offsets[index]
-        first = max(start, offset)
-        last = min(stop, offset + layout.specs[index].numel)
-        if first < last:
-            parts.append(ShardPart(index, first - start, first - offset, last - offset))
-    return tuple(parts)
+    def held(self, index: int, rank: int) -> tuple[int, int]:
+        """Elements `[start, stop)` of a parameter that a rank has; `(0, 0)` for none."""
+        start, stop = self.ranges[rank]
+        offset, numel = self.layout.offsets[index], self.layout.specs[index].numel
+        first, last = max(start - offset, 0), min(stop - offset, numel)
+        return (first, last) if first < last else (0, 0)
 
 
 def plan_shard(layout: FlatLayout, *, world_size: int, boundary: Boundary = "element") -> ShardPlan:
@@ -115,7 +81,7 @@ def plan_shard(layout: FlatLayout, *, world_size: int, boundary: Boundary = "ele
         layout: the buffer.
         world_size: number of ranks, at least 1.
         boundary: "element" anywhere aligned; "row" between rows of dim 0; "tensor" between
-            parameters; `Blocks` between blocks; `PerParameter` as it says.
+            parameters; `Blocks` between blocks; or rules of `by_name`.
 
     Raises:
         LayoutError: `world_size` below 1, or an unknown boundary.
@@ -132,44 +98,84 @@ def plan_shard(layout: FlatLayout, *, world_size: int, boundary: Boundary = "ele
         >>> plan_shard(layout, world_size=2, boundary=Blocks(5)).ranges
         ((0, 10), (10, 24))
     """
-    check_ranks(world_size)
-    check_boundary(boundary)
-    boundary = boundary_in(layout, boundary)
-    if boundary == "element":
-        size = even_numel(layout, world_size)
-        ranges = tuple((size * rank, size * (rank + 1)) for rank in range(world_size))
-    else:
-        ranges = tuple(cut_places(layout, boundary).ranges(world_size))
-    return ShardPlan(layout, boundary, ranges)
-
-
-def even_numel(layout: FlatLayout, world_size: int) -> int:
-    """Elements of each rank's range at boundary "element"."""
-    return round_up(-(-layout.numel // world_size), layout.align_numel)
-
-
-def cut_places(layout: FlatLayout, boundary: Boundary) -> CutPlaces:
-    """Return where ranges may begin with another boundary than "element"."""
-    return CutPlaces(layout, tuple(cut.atom_numel for cut in _cuts(layout, boundary)))
-
-
-def _cuts(layout: FlatLayout, boundary: Boundary) -> tuple[Cut, ...]:
-    each = boundaries_of(boundary, [spec.name for spec in layout.specs])
-    pairs = zip(layout.specs, each, strict=True)
-    return tuple(cut_of(spec.shape, spec.stride, own) for spec, own in pairs)
-
-
-def boundary_in(layout: FlatLayout, boundary: Boundary) -> Boundary:
-    """The boundary of this buffer; one word if all its parameters have the same."""
-    names = [spec.name for spec in layout.specs]
-    each = boundaries_of(boundary, names)
-    return each[0] if len(set(each)) == 1 else PerParameter(tuple(zip(names, each, strict=True)))
-
-
-def check_ranks(world_size: int) -> None:
-    """Refuse a world size below 1."""
     if world_size < 1:
         raise LayoutError(
             f"flat_param.plan_shard: world_size is {world_size}, but at least one rank is needed. "
             "Pass the size of the process group."
         )
+    check_boundary(boundary)
+    cuts = tuple(cut_of(spec, boundary) for spec in layout.specs)
+    if all(cut.inner is None for cut in cuts):  # by elements
+        size = round_up(-(-layout.numel // world_size), layout.align_numel)
+        ranges = tuple((size * rank, size * (rank + 1)) for rank in range(world_size))
+    else:
+        atoms = [cut.atom_numel for cut in cuts]
+        ranges = tuple(_CutPlaces(layout, atoms).ranges(world_size))
+    return ShardPlan(layout, cuts, ranges)
+
+
+@dataclass(frozen=True)
+class _CutPlaces:
+    """Positions where ranges of a buffer may begin: at atoms of parameters, and at their ends.
+
+    For a given limit, a greedy pass needs the fewest ranges, so a binary search finds the smallest
+    limit. Ranges inside one parameter have one length, and are counted instead of walked: the cost
+    depends on parameters, not on ranks.
+
+    Args:
+        layout: the buffer.
+        atoms: for each parameter, elements that stay together.
+    """
+
+    layout: FlatLayout
+    atoms: Sequence[int]
+
+    def last_before(self, position: int) -> int:
+        """The last place at or before `position` where a range may begin."""
+        layout = self.layout
+        if position >= layout.numel:
+            return layout.numel
+        index = bisect_right(layout.offsets, position) - 1
+        offset, numel = layout.offsets[index], layout.specs[index].numel
+        within = position - offset
+        return offset + (numel if within >= numel else within - within % self.atoms[index])
+
+    def runs(self, limit: int) -> Iterator[tuple[int, int, int]]:
+        """`(start, length, count)` of consecutive ranges of at most `limit` elements.
+
+        They end before the buffer does if an atom is longer than the limit.
+        """
+        start, total = 0, self.layout.numel
+        while start < total:
+            length = self.last_before(start + limit) - start
+            if length <= 0:
+                return
+            count = 1 + self._alike(start, length, limit)
+            yield start, length, count
+            start += length * count
+
+    def _alike(self, start: int, length: int, limit: int) -> int:
+        """How many following ranges in the same parameter have the same length."""
+        index = bisect_right(self.layout.offsets, start) - 1
+        stop = start + length
+        end = self.layout.offsets[index] + self.layout.specs[index].numel
+        room = end - limit - stop
+        return 0 if room <= 0 else (room - 1) // length + 1
+
+    def _fits(self, limit: int, world_size: int) -> bool:
+        """Whether so many ranges of at most `limit` elements cover the buffer."""
+        ranges, end = 0, 0
+        for start, length, count in self.runs(limit):
+            ranges, end = ranges + count, start + length * count
+        return end >= self.layout.numel and ranges <= world_size
+
+    def ranges(self, world_size: int) -> Iterator[tuple[int, int]]:
+        """Return `(start, stop)` per rank; ranks beyond the data have empty ranges at the end."""
+        mean, made = -(-self.layout.numel // world_size), 0
+        limits = range(mean, self.layout.numel)
+        limit = mean + bisect_left(limits, True, key=partial(self._fits, world_size=world_size))
+        for start, length, count in self.runs(limit):
+            yield from ((start + length * i, start + length * (i + 1)) for i in range(count))
+            made += count
+        end = self.layout.numel
+        yield from ((end, end) for _ in range(world_size - made))

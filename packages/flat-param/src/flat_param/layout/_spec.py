@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,14 +124,16 @@ def place_of(module: nn.Module, name: str) -> tuple[str, nn.Module, str]:
     return path, module.get_submodule(path), attribute
 
 
-def check_one_device(specs: tuple[ParamSpec, ...], params: tuple[nn.Parameter, ...]) -> None:
+def check_one_device(
+    function: str, specs: Sequence[ParamSpec], devices: Sequence[torch.device]
+) -> None:
     """Refuse parameters on different devices: a segment is one storage."""
-    for spec, param in zip(specs, params, strict=True):
-        if param.device != params[0].device:
+    for spec, device in zip(specs, devices, strict=True):
+        if device != devices[0]:
             raise ParameterError(
-                f"flat_param.flatten: parameter '{spec.name}' is on {param.device} and "
-                f"'{specs[0].name}' on {params[0].device}, but one flat tensor is on one device. "
-                "Move the module first, or flatten its parts."
+                f"flat_param.{function}: parameter '{spec.name}' is on {device} and "
+                f"'{specs[0].name}' on {devices[0]}, but one flat tensor is on one device. "
+                "Move the module first."
             )
 
 

@@ -120,13 +120,3 @@ def put_to_rest(unit: Unit, function: str) -> None:
     if unit.is_by_hand:
         reshard(unit)
     unit.take_changes()
-
-
-def refuse_inside_step(unit: Unit, method: str) -> None:
-    """Raise if a pass is running, in which the module has unsharded parameters."""
-    unit.schedule.settle()
-    if unit.schedule.depth or unit.schedule.backward is not None:
-        raise StateError(
-            f"flat_param.{method}: called inside forward or backward, where the module has "
-            "unsharded parameters. Call it between steps."
-        )

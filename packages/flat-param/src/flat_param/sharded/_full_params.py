@@ -1,4 +1,4 @@
-"""Temporary full parameters, and the parameters of all units by name."""
+"""Temporary full parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 
 from ..buffers._views import param_views
 from ._by_hand import units_at_rest
-from ._param_sites import ParamSite
 from ._sharded_params import ShardedParams
 
 
@@ -50,15 +49,3 @@ def _copies_of(part: ShardedParams) -> tuple[nn.Parameter, ...]:
         nn.Parameter(part.placed(index, whole), requires_grad=param.requires_grad)
         for index, (whole, param) in enumerate(wholes)
     )
-
-
-def named_sites(module: nn.Module) -> Iterator[tuple[str, ParamSite]]:
-    """Yield every parameter of units below a module by qualified name, with all tied names."""
-    by_registry = {
-        (id(site.registry), site.key): site for unit in units_at_rest(module) for site in unit.sites
-    }
-    for path, child in module.named_modules(remove_duplicate=False):
-        for key in child._parameters:
-            site = by_registry.get((id(child._parameters), key))
-            if site is not None:
-                yield (f"{path}.{key}" if path else key), site

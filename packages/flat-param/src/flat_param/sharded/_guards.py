@@ -3,11 +3,10 @@
 - `torch.nn.utils.clip_grad_norm_` computes the norm over all ranks, as a collective of the ranks
   that pass gradients. If rows or tensors stay whole, a rank may have none; only the module's own
   `clip_grad_norm_` makes it join.
-- Optimizers that cannot step pieces raise before their first step, see _first_step.py.
-- Optimizer steps are counted: fused ones do not change version counters, and a rank without a piece
-  sees no change of a parameter, but all ranks make the same steps.
 - If `torch.amp.GradScaler` finds an overflow on one rank, all ranks of the unit skip the step.
-- `optimizer.state_dict()` names the elements of its state, see _optim_state.py.
+- Optimizer steps are checked, see _first_step.py, and counted: fused ones do not change version
+  counters, and a rank without a piece sees no change of a parameter.
+- `optimizer.state_dict()` returns shards, see _optim_state.py.
 
 All are installed at the first `fully_shard`, and change nothing for other tensors.
 """

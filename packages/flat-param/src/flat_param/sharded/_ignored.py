@@ -19,7 +19,7 @@ from ..buffers._owners import FLATTENED, IGNORED, UNIT, Owner, check_owners
 
 def find_ignored(
     module: nn.Module,
-    given: Iterable[object],
+    given: object,
     *,
     owned: Iterable[nn.Parameter],
     nested: Iterable[nn.Parameter],
@@ -38,7 +38,7 @@ def find_ignored(
     """
     names = {param: name for name, param in module.named_parameters()}
     found: dict[nn.Parameter, None] = {}
-    for param in given:
+    for param in given if isinstance(given, Iterable) else [given]:
         if not isinstance(param, nn.Parameter):
             raise ParameterError(
                 f"flat_param.fully_shard: ignored_params has a {type(param).__name__}, but it must "

@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 
 from .._errors import StateError
 from ..buffers._dtensors import is_dtensor
-from ..buffers._views import flat_view
+from ..buffers._views import memory_order
 from ._param_piece import ParamPiece, piece_of
+from ._piece_tensors import plain
 from ._tensors import tensors_in
 
 
@@ -114,7 +115,7 @@ def _present(
         return piece.present_number(torch.tensor(value, dtype=dtype))
     if isinstance(value, Tensor):
         if is_cut(key, tuple(value.shape), tuple(param.shape)):
-            return piece.present(flat_view(value, param))
+            return piece.present(memory_order(plain(value), param.stride()))
         if not value.dim():
             return piece.present_number(value) if counted else value
         if piece.has_rows(key, value):

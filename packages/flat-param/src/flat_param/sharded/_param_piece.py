@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..buffers._dtensors import DTensorPlace
-from ..buffers._views import outer_first
+from ..buffers._views import inverse, outer_first
 from ..comm._clip import Spread
 from ..comm._comm import Communicator
-from ..layout._boundary import Cut, boundaries_of, numel_of_block
-from ..layout._shard import ShardPart, ShardPlan
+from ..layout._boundary import Cut
+from ..layout._shard import ShardPlan
 from ..layout._spec import ParamSpec, contiguous_stride
 
 if TYPE_CHECKING:
@@ -66,11 +66,8 @@ class Extent:
     @property
     def stride(self) -> tuple[int, ...]:
         """Strides of the full tensor in memory of that order."""
-        stride, step = [0] * len(self.size), 1
-        for dim in reversed(self.order):
-            stride[dim] = step
-            step *= max(1, self.size[dim])
-        return tuple(stride)
+        outer = contiguous_stride(tuple(self.size[dim] for dim in self.order))
+        return tuple(outer[at] for at in inverse(self.order))
 
     def __str__(self) -> str:
         """The elements, for messages."""
@@ -96,12 +93,6 @@ class PieceSegment:
     device: torch.device
     steps: int = 0
 
-    @cached_property
-    def held(self) -> list[dict[int, tuple[int, int]]]:
-        """`[start, stop)` of each parameter that a rank has elements of, by rank."""
-        ranks = range(self.plan.world_size)
-        return [{p.index: (p.start, p.stop) for p in self.plan.parts(rank)} for rank in ranks]
-
 
 class ParamPiece:
     """This rank's piece of a parameter. Holds no parameter, so it makes no reference cycle.
@@ -116,7 +107,6 @@ class ParamPiece:
 
     Args:
         index: of the parameter in its segment.
-        part: its elements on this rank; None for none.
         segment: its segment.
         place: placement by tensor parallelism; None without it.
         spread: communicators of all ranks over which the parameter is cut.
@@ -141,7 +131,6 @@ class ParamPiece:
     def __init__(
         self,
         index: int,
-        part: ShardPart | None,
         segment: PieceSegment,
         *,
         place: DTensorPlace | None,
@@ -153,15 +142,15 @@ class ParamPiece:
         self.spec = spec
         self.name = spec.name
         self.shape = tuple(spec.shape if place is None else place.shape)
-        self.offset, self.start, self.stop = (
-            (part.offset, part.start, part.stop) if part else (0, 0, 0)
-        )
+        self.start, self.stop = plan.held(index, self.comm.rank)
         self.numel = self.stop - self.start
+        first = plan.layout.offsets[index] + self.start
+        self.offset = first - plan.ranges[self.comm.rank][0] if self.numel else 0
         self.piece_shape, self.piece_stride = _shape_of(spec, self.numel, plan, plan.cuts[index])
         self.is_cut = plan.world_size > 1 and spec.numel > 0
         self.stays_whole = plan.world_size == 1 or plan.cuts[index].whole
         self.is_whole = self.stays_whole and self.numel == spec.numel
-        self.leaves_ranks_out = self.is_cut and plan.boundary != "element"
+        self.leaves_ranks_out = self.is_cut and plan.keeps_rows
         self.skips = self.leaves_ranks_out and not self.numel
         self.is_stepped = False
 
@@ -189,7 +178,8 @@ class ParamPiece:
 
     def ranges(self) -> list[tuple[int, int]]:
         """The elements `[start, stop)` that each rank has."""
-        return [held.get(self.index, (0, 0)) for held in self.segment.held]
+        ranks = range(self.plan.world_size)
+        return [self.plan.held(self.index, rank) for rank in ranks]
 
     @cached_property
     def first_holder(self) -> int:
@@ -200,7 +190,7 @@ class ParamPiece:
     def extent(self) -> Extent:
         """The elements of this rank."""
         offsets = (0,) * len(self.shape) if self.place is None else self.place.offsets
-        shape, order = tuple(self.spec.shape), tuple(outer_first(self.spec))
+        shape, order = tuple(self.spec.shape), tuple(outer_first(self.spec.stride))
         return Extent(self.name, shape, order, self.start, self.stop, self.shape, offsets)
 
     @cached_property
@@ -208,8 +198,7 @@ class ParamPiece:
         """Elements between two places where the parameter may be cut; 0 without such places."""
         if not self.is_cut or self.place is not None:
             return 0
-        (boundary,) = boundaries_of(self.plan.boundary, [self.name])
-        return numel_of_block(self.spec.shape, self.spec.stride, boundary)
+        return self.plan.cuts[self.index].block_numel
 
     @property
     def blocks(self) -> int:

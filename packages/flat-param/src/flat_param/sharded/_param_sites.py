@@ -94,22 +94,6 @@ class ParamSites:
         self.swap_out()
         return error
 
-    def have_changed(self) -> bool:
-        """Whether `take_changes` has something to do, or raises."""
-        if self.copies is not None:
-            return True
-        with without_torch_function():
-            for part in self._parts:
-                if part.held.moved():
-                    return True
-            for registry, key, param, leaf in self._entries:
-                current = registry.get(key)
-                if current is leaf:
-                    continue
-                if current is not param or leaf.requires_grad != param.requires_grad:
-                    return True
-        return False
-
     def take_changes(self) -> bool:
         """Copy in the values of parameters that have other memory; also follow `requires_grad`.
 
@@ -126,6 +110,7 @@ class ParamSites:
                 "flat_param.whole_params: the module has copies of whole parameters, but only its "
                 "state_dict() can be called with them. Leave the block first."
             )
+        taken = False
         with without_torch_function():
             for site, (registry, key, param, leaf) in zip(
                 self._param_sites, self._entries, strict=True
@@ -139,8 +124,11 @@ class ParamSites:
                     raise error
                 if leaf.requires_grad != param.requires_grad:
                     _set_requires_grad(site, leaf, param.requires_grad)
-            taken = [part.take_moved() for part in self._parts]
-        return any(taken)
+            for part in self._parts:
+                if moved := part.held.moved():
+                    part.take_moved(moved)
+                    taken = True
+        return taken
 
 
 def _replaced(site: ParamSite, value: Any) -> FlatParamError:

@@ -125,7 +125,8 @@ class Schedule:
             self._prefetch_forward(unit)
             if torch.is_grad_enabled():
                 unit.hook_inputs((args, kwargs, unit.ignored))
-        dtype = unit.options.precision.input_dtype
+        policy = unit.options.precision
+        dtype = policy.param_dtype if policy.cast_forward_inputs else None
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
     def _enter(self, unit: Unit) -> None:

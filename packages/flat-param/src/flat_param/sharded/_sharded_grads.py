@@ -30,10 +30,11 @@ from .._torch_compat import (
     without_torch_function,
 )
 from ..buffers._grads import GradBuffer
-from ..buffers._views import zero_gaps_, zeros
+from ..buffers._views import zero_gaps_
 from ..comm._buffer_pool import acquire, release
 from ..comm._comm import Pending
 from ..comm._home_stream import at_home, home_stream
+from ..layout._options import reduction_dtype
 from ._piece_tensors import as_piece
 from ._sharded_params import ShardedParams
 
@@ -67,7 +68,7 @@ class ShardedGrads:
         self.owner = owner
         self.leaves = owner.leaves
         self.comms = owner.comms
-        self.dtype = owner.options.precision.reduction_dtype(owner.shard.dtype)
+        self.dtype = reduction_dtype(owner.options.precision, owner.shard.dtype)
         self.used = [False] * len(owner.leaves)
         self._borrowed: Tensor | None = None
         self.held: GradBuffer | None = None
@@ -142,7 +143,7 @@ class ShardedGrads:
         shard, grad = self.owner.shard, self._grad
         if grad is None or grad.dtype != shard.dtype or grad.device != shard.device:
             pinned = self.owner.pins(shard.device)
-            grad = zeros(shard.numel(), dtype=shard.dtype, device=shard.device, pinned=pinned)
+            grad = torch.zeros_like(shard, pin_memory=pinned)
             self._pieces = tuple([as_piece(p.view(grad), p) for p in self.owner.pieces])
             self._grad = grad
         return grad

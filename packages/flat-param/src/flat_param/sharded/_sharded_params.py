@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from .._errors import ParameterError
 from .._torch_compat import without_torch_function
 from ..buffers._dtensors import as_plain, local_of, place_of_dtensor
-from ..buffers._views import ParamViews, memory_order, param_views, zeros
+from ..buffers._views import ParamViews, memory_order, param_views
 from ..comm._clip import spread_of
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
 from ..layout._layout import Segment
-from ..layout._options import UnitOptions
+from ..layout._options import UnitOptions, compute_dtype
 from ..layout._shard import plan_shard
 from ._host_copies import HostCopy
 from ._param_piece import ParamPiece, PieceSegment
@@ -65,7 +65,7 @@ class ShardedParams:
         self.pieces = self._make_pieces(params)
         home = torch.device("cpu") if options.cpu_offload else device
         dtype, numel = segment.layout.dtype, self.plan.shard_numel
-        self.shard = zeros(numel, dtype=dtype, device=home, pinned=self.pins(home))
+        self.shard = torch.zeros(numel, dtype=dtype, device=home, pin_memory=self.pins(home))
         self.held = self._move_into_shard(params)
         self._mark_params()
         self._make_full()
@@ -83,11 +83,10 @@ class ShardedParams:
     def _make_pieces(self, params: Sequence[nn.Parameter]) -> tuple[ParamPiece, ...]:
         comms = self.comms
         segment = PieceSegment(self.plan, comms.gather, comms.replicate, self.device)
-        parts = {part.index: part for part in self.plan.parts(comms.gather.rank)}
         made = []
         for index, place in enumerate(map(place_of_dtensor, params)):
             spread = (comms.reduce, *spread_of(place, comms.log))
-            made.append(ParamPiece(index, parts.get(index), segment, place=place, spread=spread))
+            made.append(ParamPiece(index, segment, place=place, spread=spread))
         return tuple(made)
 
     def _mark_params(self) -> None:
@@ -95,7 +94,7 @@ class ShardedParams:
             be_piece(param, piece)
 
     def _make_full(self) -> None:
-        dtype = self.options.precision.compute_dtype(self.shard.dtype)
+        dtype = compute_dtype(self.options.precision, self.shard.dtype)
         alone = self.comms.gather.world_size == 1
         if alone and dtype == self.shard.dtype and self.shard.device == self.device:
             self.full = self.shard
@@ -185,17 +184,15 @@ class ShardedParams:
         piece = self.pieces[index]
         whole = whole if piece.place is None else piece.place.local_of_value(whole)
         if piece.numel:
-            elements = memory_order(whole, piece.spec)[piece.start : piece.stop]
+            elements = memory_order(whole, piece.spec.stride)[piece.start : piece.stop]
             piece.flat(self.shard).copy_(elements)
 
-    @torch.no_grad()
-    def take_moved(self) -> bool:
-        """Copy values that parameters have in other memory into the shard; whether there are any.
+    def take_moved(self, moved: Sequence[int]) -> None:
+        """Copy values that parameters have in other memory into the shard.
 
         Raises:
             ParameterError: one has another shape than the piece.
         """
-        moved = self.held.moved()
         for index in moved:
             values, view = self.held.params[index].detach(), self.held.views[index]
             if values.shape != view.shape:
@@ -208,7 +205,6 @@ class ShardedParams:
                     "load_state_dict, or write them under whole_params(write_back=True)."
                 )
             self.held.take(index, values)
-        return bool(moved)
 
     @torch.no_grad()
     def write(self, index: int, elements: Tensor) -> None:
@@ -223,7 +219,8 @@ class ShardedParams:
             tensors: in layout order, each of its piece's shape; all of one dtype and device.
         """
         dtype, home = tensors[0].dtype, tensors[0].device
-        moved = zeros(len(self.shard), dtype=dtype, device=home, pinned=self.pins(home))
+        numel, pinned = self.plan.shard_numel, self.pins(home)
+        moved = torch.zeros(numel, dtype=dtype, device=home, pin_memory=pinned)
         views = [piece.view(moved) for piece in self.pieces]
         for view, tensor in zip(views, tensors, strict=True):
             view.copy_(tensor)

@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._errors import FlatParamError
-from ..buffers._views import flat_view
+from ..buffers._views import memory_order
 from ._by_hand import put_to_rest
 from ._param_sites import ParamSite
+from ._piece_tensors import plain
 from ._unit import Unit
 
 
@@ -50,8 +51,9 @@ def _present(
     for site in sites:
         name, param = prefix + site.key, site.part.held.params[site.index]
         if isinstance(state.get(name), Tensor):
-            plain = site.piece.is_plain
-            state[name] = param.detach() if plain else site.piece.present(flat_view(param, param))
+            elements = memory_order(plain(param), param.stride())
+            is_plain = site.piece.is_plain
+            state[name] = param.detach() if is_plain else site.piece.present(elements)
 
 
 def _take(

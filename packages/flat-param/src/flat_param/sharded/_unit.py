@@ -184,8 +184,8 @@ class Unit:
             gathering.append(part.start_gather())
 
     def take_changes(self) -> None:
-        """Copy parameters that a user replaced into the shard."""
-        if self.sites.have_changed() and self.sites.take_changes():
+        """Copy parameters with other memory into the shard, and follow `requires_grad`."""
+        if self.sites.take_changes():
             self._version = None
 
     def unshard(self) -> None:

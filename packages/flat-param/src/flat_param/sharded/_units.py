@@ -31,11 +31,9 @@ from ..layout._arguments import (
     modules_of,
     one_device,
 )
-from ..layout._boundary import Boundary
-from ..layout._boundary_rules import BoundaryRules, resolve
+from ..layout._boundary import Boundary, check_rules
 from ..layout._layout import Segment, plan_segments
 from ..layout._options import UnitOptions, precision_of
-from ..layout._shard import plan_shard
 from ..layout._spec import ParamSpec, collect_params, place_of
 from ._by_hand import STOPPED, units_at_rest
 from ._first_step import mark_replaced
@@ -64,7 +62,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    boundary: Boundary | BoundaryRules = "element",
+    boundary: Boundary = "element",
     init_fn: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = False,
     shard_placement_fn: None = None,
@@ -122,11 +120,8 @@ def fully_shard(
         modules = modules_of(module)
         check_placement(shard_placement_fn)
         checked_flag(reshard_after_forward, "fully_shard(reshard_after_forward=)")
-        # The boundary is resolved once the parameters are known.
-        options = UnitOptions(precision_of(mp_policy), "element", *check_offload(offload_policy))
-        return _plan_unit(
-            modules, options, boundary, mesh, groups, settings, ignored_params, init_fn
-        )
+        options = UnitOptions(precision_of(mp_policy), boundary, *check_offload(offload_policy))
+        return _plan_unit(modules, options, mesh, groups, settings, ignored_params, init_fn)
 
     groups = MeshGroups.of(mesh)
     planned = agree(groups.to_meet(), plan)
@@ -201,7 +196,6 @@ class _UnitPlan:
 def _plan_unit(
     modules: tuple[nn.Module, ...],
     options: UnitOptions,
-    boundary: Boundary | BoundaryRules,
     mesh: DeviceMesh | None,
     groups: MeshGroups,
     others: Mapping[str, object],
@@ -230,10 +224,8 @@ def _plan_unit(
     check_owners("fully_shard", module, named, (UNIT, FLATTENED, IGNORED), never=FLATTENED)
     check_apart("fully_shard", module, params)
     place = one_device(specs, params, mesh)
-    options = replace(options, boundary=resolve(boundary, specs))
-    segments = tuple(plan_segments(specs)) if specs else ()
-    for segment in segments:
-        plan_shard(segment.layout, world_size=world_size, boundary=options.boundary)
+    check_rules(options.boundary, specs)
+    segments = plan_segments(specs)
     settings: dict[str, object] = {
         **{field.name: getattr(options, field.name) for field in fields(options)},
         **others,

@@ -41,7 +41,7 @@ def cheapest(parts: Sequence[Sequence[Option]], *, start: int, limit: int) -> li
     Example:
         >>> keep, again = Option(8, 0, 2), Option(0, 5, 10)
         >>> cheapest([[keep, again]] * 3, start=0, limit=10)
-        [0, 1, 1]
+        [1, 1, 0]
     """
     most = max(_LEAST, min(_MOST, _WORK // max(1, len(parts))))
     states: list[tuple[int, int, Any]] = [(start, 0, None)]

@@ -141,11 +141,13 @@ class _Storage:
         size: its bytes; 0 for a storage from before.
         made_by: index of the call that made it, -1 for a storage from before.
         output: its number among those of the call.
+        again: the operator that made it again for a gradient inside the forward; "" otherwise.
     """
 
     size: int = 0
     made_by: int = -1
     output: int = 0
+    again: str = ""
 
 
 class _Calls(Policy):
@@ -221,37 +223,40 @@ class _Profiled(Tape):
     def _unpack(self, saved: Any) -> torch.Tensor:
         """Read a value for a gradient inside the forward; a replay stands for the original."""
         tensor = super()._unpack(saved)
-        if isinstance(saved, Value):
-            self._calls.storage_of(tensor, self.storages[saved])
+        call = saved.made_by if isinstance(saved, Value) else None
+        if call is not None:
+            again = replace(self.storages[saved], again=str(call.recorder.op))
+            self._calls.storage_of(tensor, again)
         return tensor
 
 
 def _packs(tape: _Profiled, calls: _Calls) -> Iterator[TracedPack]:
     """Yield what autograd holds, in the order in which it was saved."""
     live = [value for value in (each() for each in tape.saves) if value is not None]
+    replayed = {id(each.held) for each in live if tape.storages[each].again}
     others: dict[int, int] = {}  # storages that the tape made, numbered from 1
     for value in live:
         storage = tape.storages[value]
         call = value.made_by if value.held is None else None
-        if call is None or call.recorder is UNPACK:
+        if storage.again and value.held is not None:  # not made if the original is kept
+            producer, behind = storage.again, [value.held]
+        elif call is None or call.recorder is UNPACK:
             held = value.held if call is None else call.inputs[0].held
             size = 0 if held is None else calls.held(held)[0].size
             yield TracedPack("", storage.made_by, storage.output, size)
             continue
+        else:
+            producer = str(call.recorder.op)
+            behind = [each for each in _held_behind(call, set(live)) if id(each) not in replayed]
         reads = set()
-        for each in _held_behind(call, set(live)):
+        for each in behind:
             own, key = calls.held(each)
-            if own.size and own.made_by < 0:
+            if own.size and (own.again or own.made_by < 0):
                 reads.add(Held(-1, others.setdefault(key, len(others) + 1), own.size))
             elif own.size:
                 reads.add(Held(own.made_by, own.output, own.size))
-        yield TracedPack(
-            str(call.recorder.op),
-            storage.made_by,
-            storage.output,
-            storage.size,
-            tuple(sorted(reads)),
-        )
+        place = storage.made_by, storage.output
+        yield TracedPack(producer, *place, storage.size, tuple(sorted(reads)))
 
 
 def _held_behind(call: Call, saved: set[Value]) -> Iterator[torch.Tensor]:

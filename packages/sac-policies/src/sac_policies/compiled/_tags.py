@@ -15,8 +15,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .._errors import EngineError, shown
-from .._frames import user_line
 from .._torch_compat import alias, node_meta, running_modules, traced_graph
 from ..policies._decisions import Decision, to_torch
 from ..policies._names import NAME_OP
@@ -103,13 +101,7 @@ class TagForward(_TagMode):
         self._calls[op] += 1
         decision = self._policy.decide(view)
         self._kept |= decision is Decision.SAVE
-        if decision is Decision.OFFLOAD:
-            raise EngineError(
-                f"sac_policies.checkpoint: policy offloads operator {op} "
-                f"(at {user_line()}; policy {shown(self._policy, 200)}), but compiled code keeps "
-                "values on their device. Save it, or leave this region eager."
-            )
-        return to_torch(decision)
+        return to_torch(decision, op, self._policy)
 
 
 class TagRecompute(_TagMode):

@@ -29,6 +29,7 @@ from weakref import ref
 import torch
 
 from .._errors import MutationError, RecomputeError
+from .._tensors import compared_shape
 from .._torch_compat import (
     base_of,
     in_func_transform,
@@ -39,7 +40,6 @@ from .._torch_compat import (
     push_hooks,
     saved_tensor_hooks,
 )
-from .._torch_compat._nested import compared_shape
 from ._ambient_state import AmbientState
 from ._guards import Guard
 

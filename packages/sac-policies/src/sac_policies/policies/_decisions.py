@@ -6,6 +6,9 @@ import enum
 
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .._errors import EngineError, shown
+from .._frames import user_line
+
 
 class Decision(enum.Enum):
     """What happens to one operator's output between forward and backward.
@@ -47,17 +50,26 @@ def decision_of(answer: object) -> Answer:
     return answer if isinstance(answer, Decision) else None
 
 
-def to_torch(answer: Answer) -> CheckpointPolicy:
-    """Convert an answer that does not offload.
+def to_torch(answer: Answer, op: object, policy: object) -> CheckpointPolicy:
+    """Convert a policy's answer for an operator.
+
+    Raises:
+        EngineError: the answer offloads.
 
     Example:
-        >>> to_torch(Decision.SAVE).name, to_torch(None).name
+        >>> to_torch(Decision.SAVE, "", None).name, to_torch(None, "", None).name
         ('MUST_SAVE', 'PREFER_RECOMPUTE')
     """
+    if answer is Decision.OFFLOAD:
+        raise EngineError(
+            f"sac_policies.checkpoint: policy offloads operator {op} (at {user_line()}; policy "
+            f"{shown(policy, 200)}), but compiled code and torch's selective checkpointing keep "
+            "values on their device. Save it, or leave this region eager under checkpoint."
+        )
     return _TO_TORCH[answer]
 
 
-_TO_TORCH = {
+_TO_TORCH: dict[Answer, CheckpointPolicy] = {
     None: CheckpointPolicy.PREFER_RECOMPUTE,
     Decision.RECOMPUTE: CheckpointPolicy.MUST_RECOMPUTE,
     Decision.SAVE: CheckpointPolicy.MUST_SAVE,

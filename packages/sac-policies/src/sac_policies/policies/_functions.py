@@ -187,6 +187,6 @@ def selective(policy: Policy) -> Callable[..., Any]:
         return policy.function
 
     def ask(ctx: Any, op: Operator, *args: Any, **kwargs: Any) -> Any:
-        return to_torch(policy.decide(OpView(op, 0, None, args, kwargs)))
+        return to_torch(policy.decide(OpView(op, 0, None, args, kwargs)), op, policy)
 
     return ask
