@@ -142,16 +142,3 @@ def test_weight_that_is_tied_to_one_beside_later_is_refused(name):
     for use in (flat.norm, optimizer.step):
         with pytest.raises(ParameterError, match=r"FlatParams: parameter '\w+' is tied to"):
             use()
-
-
-@pytest.mark.usefixtures("group_of_one")
-@pytest.mark.parametrize("place", [0, 1])
-def test_weight_tied_to_one_of_a_unit_inside_is_refused(place):
-    """Wherever the unit is in the order of modules; nothing has changed then."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    fully_shard(model[place])
-    name = rf"'{1 - place}\.weight' is tied to '{place}\.weight' in another unit, but tied"
-    with pytest.raises(ParameterError, match=name):
-        fully_shard(model)
-    assert type(model) is nn.Sequential

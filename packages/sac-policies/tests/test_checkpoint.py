@@ -8,9 +8,14 @@ import torch
 from sac_policies import (
     DecisionError,
     EngineError,
+    PolicyError,
     _checkpoint,
     checkpoint,
     context_fn,
+    offload,
+    save_by_bytes,
+    save_modules,
+    save_named,
     save_ops,
 )
 
@@ -81,6 +86,23 @@ def test_context_fn_serves_torchs_checkpoint(counting):
     with counting() as counts:
         out.sum().backward()
     assert counts["aten.mm.default"] == 2
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        save_by_bytes(at_least=1),
+        save_ops("aten.mm") | save_named("hidden"),
+        ~save_modules("router"),
+        offload("aten.mm"),
+        offload(save_ops("aten.mm")),
+    ],
+    ids=str,
+)
+def test_context_fn_refuses_what_torch_cannot_follow(policy):
+    """Policies of other values than operators, in combinations too, and offloading ones."""
+    with pytest.raises(PolicyError, match=r"context_fn: policy .* reads more than the operator"):
+        context_fn(policy)
 
 
 def test_plain_function_is_a_policy(counting):

@@ -79,6 +79,13 @@ def test_rules_and_combinations(policy, of_mm, of_sin):
     assert [policy.constant(op) for op in (MM, SIN)] == [of_mm, of_sin]
 
 
+def test_combinations_are_shown_as_they_are_written():
+    """In messages and reports."""
+    a, b = save_ops("aten.mm"), recompute_all()
+    assert repr(~(a | b) & b) == f"(~({a!r} | {b!r}) & {b!r})"
+    assert repr(first_match(offload(b), a)) == f"first_match(offload({b!r}), {a!r})"
+
+
 def test_saving_and_offloading_one_value_is_a_conflict():
     """A value is kept in one place; the error names the operator and the rule."""
     with pytest.raises(ConflictError, match=r"aten\.mm\.default is saved by one side .*py:\d+ in"):

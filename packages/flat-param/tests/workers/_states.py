@@ -162,6 +162,14 @@ def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
     return found
 
 
+def full_values(state: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and moments in a full state dict of a model and its optimizer."""
+    found = {name: state["model"][name] for name, _ in model.named_parameters()}
+    for name, values in state["optim"]["state"].items():
+        found |= {f"{name}/{key}": value for key, value in values.items()}
+    return found
+
+
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Assert that all values are equal to the last bit."""
     assert sorted(found) == sorted(expected), sorted(set(found) ^ set(expected))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from _harness import distance, loss_of, share, whole_state
 from torch import Tensor, nn
@@ -52,6 +54,17 @@ def same_step(model: nn.Module, reference: nn.Module, ids: Tensor, rank: int) ->
     assert whole_bytes(model) == 0
     model.comm_counts()
     return gathers
+
+
+def same_bits(first: Any, second: Any) -> None:
+    """Assert that nested dicts of tensors and other values are equal, bit for bit."""
+    if isinstance(first, dict):
+        assert sorted(first) == sorted(second)
+        for key, value in first.items():
+            same_bits(value, second[key])
+    else:
+        equal = torch.equal(first, second) if isinstance(first, Tensor) else first == second
+        assert equal, (first, second)
 
 
 def whole_bytes(model: nn.Module) -> int:

@@ -138,5 +138,10 @@ def check_mistake_of_one_rank_is_an_error_on_all(rank: int, world: int) -> None:
     raises(kind, expected, lambda: fully_shard(layers(), mp_policy="SOME" if rank else None))
 
 
+def check_agreeing_ranks_are_not_counted(rank: int, world: int) -> None:
+    """Agreement is no part of what a step communicates."""
+    assert fully_shard(layers()).comm_counts() == {}
+
+
 if __name__ == "__main__":
     run_checks(globals())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from _harness import raises, run_checks, whole_state
+from _whole import same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -78,17 +79,6 @@ def whole(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def same(first: Any, second: Any) -> None:
-    """Bit for bit."""
-    if isinstance(first, dict):
-        assert sorted(first) == sorted(second)
-        for key, value in first.items():
-            same(value, second[key])
-    else:
-        equal = torch.equal(first, second) if isinstance(first, Tensor) else first == second
-        assert equal, (first, second)
-
-
 def zeroed(model: nn.Module) -> nn.Module:
     """With nothing of what was there."""
     with torch.no_grad():
@@ -119,10 +109,10 @@ def check_saved_and_loaded(rank: int, world: int) -> None:
         again = zeroed(make(world, axis))
         optimizer = step(again, seed=5)
         flat_param.load_sharded(again, path, optimizer=optimizer)
-        same(states(again, optimizer), expected)
+        same_bits(states(again, optimizer), expected)
         target = {"model": {key: torch.zeros_like(v) for key, v in expected["model"].items()}}
         dcp.load(target, checkpoint_id=path)
-        same(target["model"], expected["model"])
+        same_bits(target["model"], expected["model"])
         stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         for key, tensor in expected["model"].items():
             chunks = stored[f"model.{key}"].chunks
@@ -141,7 +131,7 @@ def check_loaded_over_another_mesh(rank: int, world: int) -> None:
     for other in (zeroed(beside(world)), zeroed(ignored(world)), plain):
         others = step(other, seed=5)
         flat_param.load_sharded(other, path, optimizer=others)
-        same(states(other, others), expected)
+        same_bits(states(other, others), expected)
 
 
 def check_whole_states_are_loaded(rank: int, world: int) -> None:
@@ -155,7 +145,7 @@ def check_whole_states_are_loaded(rank: int, world: int) -> None:
         others = step(again, seed=5)
         state = {"model": given["model"], "optim": optim}
         flat_param.load_full_state_dict(again, state, optimizer=others)
-        same(states(again, others), expected)
+        same_bits(states(again, others), expected)
         others.step()
 
 
@@ -174,7 +164,7 @@ def check_error_puts_back(rank: int, world: int) -> None:
         "flat_param.",
         lambda: flat_param.load_sharded(again, path, optimizer=optimizer),
     )
-    same({key: whole(value) for key, value in whole_state(again).items()}, before)
+    same_bits({key: whole(value) for key, value in whole_state(again).items()}, before)
 
 
 def check_norm_is_that_of_whole_gradients(rank: int, world: int) -> None:

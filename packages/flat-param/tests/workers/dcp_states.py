@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from _harness import raises, run_checks
 from _states import (
     fsdp2,
+    full_values,
     optimizer_of,
     plain,
     plain_values,
@@ -113,19 +114,11 @@ def check_full_state_is_plain(rank: int, world: int) -> None:
     for boundary in BOUNDARIES:
         model, optimizer = trained(3, boundary=boundary)
         state = state_of(model, optimizer, full_state_dict=True)
-        same(_flat(state, model), truth(3))
-        kinds = {type(value) for value in _flat(state, model).values()}
+        same(full_values(state, model), truth(3))
+        kinds = {type(value) for value in full_values(state, model).values()}
         assert kinds == {torch.Tensor}, kinds
         state = state_of(model, optimizer, full_state_dict=True, cpu_offload=True)
         assert bool(state["model"]) == (rank == 0)
-
-
-def _flat(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    names = {name for name, _ in model.named_parameters()}
-    found = {k: v for k, v in state["model"].items() if k in names}
-    for name, values in state["optim"]["state"].items():
-        found |= {f"{name}/{key}": value for key, value in values.items()}
-    return found
 
 
 def check_full_state_is_taken(rank: int, world: int) -> None:

@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from _harness import raises, run_checks
 from _states import (
     UNUSED,
+    full_values,
     optimizer_of,
     plain,
     plain_values,
@@ -384,8 +385,8 @@ def check_full_state(rank: int, world: int) -> None:
         for options in ({}, {"rank0_only": True}, {"rank0_only": True, "offload_to_cpu": True}):
             state = flat_param.full_state_dict(model, optimizer=optimizer, **options)
             if not options or rank == 0:
-                same(_of_full(state, model), truth(3))
-                assert {type(v) for v in _of_full(state, model).values()} == {torch.Tensor}
+                same(full_values(state, model), truth(3))
+                assert {type(v) for v in full_values(state, model).values()} == {torch.Tensor}
             else:
                 assert state == {"model": {}, "optim": {}}
             other = sharded(9, boundary="row" if boundary == "element" else "element")
@@ -398,13 +399,6 @@ def check_full_state(rank: int, world: int) -> None:
             alone = flat_param.full_state_dict(model, **options)
             assert list(alone) == ["model"]
             flat_param.load_full_state_dict(sharded(9), alone)
-
-
-def _of_full(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    found = {name: state["model"][name] for name, _ in model.named_parameters()}
-    for name, values in state["optim"]["state"].items():
-        found |= {f"{name}/{key}": value for key, value in values.items()}
-    return found
 
 
 def check_full_state_of_a_plain_model(rank: int, world: int) -> None:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _harness import run_checks, whole_state
-from _whole import whole
+from _whole import same_bits, whole
 from tensor_parallel import batch, parallel, plain, sharded
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -61,18 +61,6 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def assert_same(first: Any, second: Any) -> None:
-    """Bit for bit."""
-    if isinstance(first, dict):
-        assert sorted(first) == sorted(second)
-        for key in first:
-            assert_same(first[key], second[key])
-    elif isinstance(first, Tensor):
-        assert torch.equal(first, second)
-    else:
-        assert first == second
-
-
 def saved(world: int, name: str, **options: Any) -> tuple[Path, dict[str, Any]]:
     """A checkpoint after two steps, and what it must hold."""
     model = sharded(mesh_of(world), **options)
@@ -104,7 +92,7 @@ def check_resumed_training_is_the_same(rank: int, world: int) -> None:
         again, again_optimizer = fresh(mesh_of(world), **options)
         flat_param.load_sharded(again, path, optimizer=again_optimizer)
         train(again, again_optimizer, range(2, 4))
-        assert_same(state(again, again_optimizer), state(model, optimizer))
+        same_bits(state(again, again_optimizer), state(model, optimizer))
 
 
 def check_any_cut_loads_into_any_other(rank: int, world: int) -> None:
@@ -113,19 +101,19 @@ def check_any_cut_loads_into_any_other(rank: int, world: int) -> None:
         path, expected = saved(world, f"any-{index}", **options)
         model, optimizer = fresh(mesh_of(world), **OPTIONS[index - 1])
         flat_param.load_sharded(model, path, optimizer=optimizer)
-        assert_same(state(model, optimizer), expected)
+        same_bits(state(model, optimizer), expected)
         model, optimizer = fresh(mesh_of(world, rows=world), **options)
         flat_param.load_sharded(model, path, optimizer=optimizer)
-        assert_same(state(model, optimizer), expected)
+        same_bits(state(model, optimizer), expected)
         other = flat_param.fully_shard(plain())
         optimizer = adamw(other, lr=0.5)
         flat_param.load_sharded(other, path, optimizer=optimizer)
-        assert_same(state(other, optimizer), expected)
+        same_bits(state(other, optimizer), expected)
         back = FOLDER / f"back-{index}"
         flat_param.save_sharded(other, back, optimizer=optimizer)
         model, optimizer = fresh(mesh_of(world), **options)
         flat_param.load_sharded(model, back, optimizer=optimizer)
-        assert_same(state(model, optimizer), expected)
+        same_bits(state(model, optimizer), expected)
 
 
 def check_torch_reads_what_is_saved(rank: int, world: int) -> None:
@@ -133,7 +121,7 @@ def check_torch_reads_what_is_saved(rank: int, world: int) -> None:
     path, expected = saved(world, "for-torch")
     target = {"model": {key: torch.zeros_like(v) for key, v in plain().state_dict().items()}}
     dcp.load(target, checkpoint_id=path)
-    assert_same(dict(target["model"]), expected["model"])
+    same_bits(dict(target["model"]), expected["model"])
     cut = parallel(mesh_of(world)["tp"])
     with torch.no_grad():
         for param in cut.parameters():
@@ -141,7 +129,7 @@ def check_torch_reads_what_is_saved(rank: int, world: int) -> None:
     parts = {"model": cut.state_dict()}
     dcp.load(parts, checkpoint_id=path)
     assert any(isinstance(tensor, DTensor) for tensor in parts["model"].values())
-    assert_same({key: whole(tensor) for key, tensor in parts["model"].items()}, expected["model"])
+    same_bits({key: whole(tensor) for key, tensor in parts["model"].items()}, expected["model"])
 
 
 def check_what_torch_saves_is_loaded(rank: int, world: int) -> None:
@@ -156,12 +144,12 @@ def check_what_torch_saves_is_loaded(rank: int, world: int) -> None:
         dcp.save(given, checkpoint_id=path)
         again, again_optimizer = fresh(mesh_of(world), **options)
         flat_param.load_sharded(again, path, optimizer=again_optimizer)
-        assert_same(state(again, again_optimizer), state(model, optimizer))
+        same_bits(state(again, again_optimizer), state(model, optimizer))
         again, again_optimizer = fresh(mesh_of(world), **options)
         full = flat_param.full_state_dict(model, optimizer=optimizer)
         assert not any(isinstance(value, DTensor) for value in full["model"].values())
         flat_param.load_full_state_dict(again, full, optimizer=again_optimizer)
-        assert_same(state(again, again_optimizer), state(model, optimizer))
+        same_bits(state(again, again_optimizer), state(model, optimizer))
 
 
 def check_error_on_one_rank_is_one_on_all(rank: int, world: int) -> None:
@@ -174,7 +162,7 @@ def check_error_on_one_rank_is_one_on_all(rank: int, world: int) -> None:
     for function in (flat_param.save_sharded, flat_param.load_sharded):
         with pytest.raises(flat_param.FlatParamError):
             function(model, FOLDER / "errors", optimizer=optimizer)
-    assert_same({key: whole(tensor) for key, tensor in whole_state(model).items()}, before)
+    same_bits({key: whole(tensor) for key, tensor in whole_state(model).items()}, before)
     again, _ = fresh(mesh_of(world))
     flat_param.load_sharded(again, path)
 

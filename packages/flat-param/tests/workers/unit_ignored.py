@@ -126,20 +126,6 @@ def check_gradients_are_one_processes(rank: int, world: int) -> None:
                 assert expected is None or torch.equal(expected, found)
 
 
-def check_a_loss_of_an_ignored_one_alone_sends_nothing(rank: int, world: int) -> None:
-    """Before a backward of the model, after it, and on one rank only."""
-    model = with_ignored()
-    for _ in range(2):
-        loss = model(torch.ones(2, 5)).sum()
-        if rank == 0:
-            model.first.scale.square().sum().backward()
-        loss.backward()
-        model.comm_counts()
-        if rank == 0:
-            (model.first.scale.square().sum() + model.own.sum()).backward()
-        assert model.comm_counts() == {}
-
-
 def check_nothing_is_done_to_them(rank: int, world: int) -> None:
     """They are not cast, broadcast, initialised or moved, on meta or not; others are."""
     for is_meta in (False, True):

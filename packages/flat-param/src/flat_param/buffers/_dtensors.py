@@ -151,16 +151,7 @@ def as_plain(param: nn.Parameter, values: Tensor) -> nn.Parameter:
 def check_places(
     named: Sequence[tuple[str, nn.Parameter]], ranks: Sequence[int], *, me: int
 ) -> None:
-    """Refuse DTensors that a unit cannot divide over `ranks`.
-
-    Args:
-        named: a unit's parameters.
-        ranks: global ranks that share the unit.
-        me: this global rank.
-
-    Raises:
-        ParameterError: names the first.
-    """
+    """Refuse DTensors that a unit cannot divide over global `ranks`."""
     for name, param in named:
         place = place_of_dtensor(param)
         if place is None:

@@ -17,16 +17,7 @@ from ._dtensors import local_of
 
 
 def check_apart(caller: str, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-    """Refuse parameters that share memory with another parameter or with a buffer.
-
-    Args:
-        caller: the public function, for the message.
-        module: the module with the names and buffers.
-        params: parameters to move; one object under two names is tied, not shared.
-
-    Raises:
-        ParameterError: names both.
-    """
+    """Refuse `params` of a module that share memory with another parameter or with a buffer."""
     moving = {id(local_of(param)) for param in params}
     named = [(f"parameter '{name}'", local_of(param)) for name, param in module.named_parameters()]
     named += [(f"buffer '{name}'", local_of(each)) for name, each in module.named_buffers()]

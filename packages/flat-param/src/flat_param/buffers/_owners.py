@@ -74,20 +74,10 @@ def check_owners(
     *,
     never: str = "",
 ) -> None:
-    """Refuse parameters that another owner already has.
+    """Refuse parameters that an owner of `kinds` already has.
 
     An owner side by side with the module is refused, and so is an outer unit: inner modules become
-    units first.
-
-    Args:
-        caller: the public function, for the message.
-        module: the future owner of the parameters.
-        named: the parameters with their names.
-        kinds: kinds of owners to search.
-        never: a kind that is always refused.
-
-    Raises:
-        ParameterError: the message names the first such parameter in both owners.
+    units first. Owners of the kind `never` are refused in any case.
     """
     for name, param in named:
         for kind in kinds:
@@ -111,11 +101,7 @@ def check_owners(
 
 
 def check_unowned(caller: str, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse a parameter of any unit or flattened module.
-
-    Raises:
-        ParameterError: names the parameter.
-    """
+    """Refuse a parameter of any unit or flattened module."""
     for name, param in named:
         for kind, why in _WHY_NOT.items():
             if owner_of(param, kind)[0] is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from ctypes import string_at
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -136,13 +137,10 @@ class Pending:
 
 
 class Communicator:
-    """Collectives over one process group, in one order.
-
-    Args:
-        group: the process group, or None for a communicator of one rank, which never communicates.
-        log: where calls are counted.
+    """Collectives over one process group, in one order; without a group, of this rank alone.
 
     Attributes:
+        log: where calls are counted.
         number: of the unit that uses the communicator, see _trail.py.
         unit: the name of that unit, for messages.
         trail: the collectives that this rank has started in the group.
@@ -214,7 +212,7 @@ class Communicator:
         """Give every rank the `tensor` of the group's first rank, in place. Collective."""
         if self.world_size == 1:
             return Pending(self, "broadcast")
-        return self._start("broadcast", tensor.nbytes, _broadcast_from_first, tensor)
+        return self._start("broadcast", tensor.nbytes, partial(dist.broadcast, group_src=0), tensor)
 
     def share(self, note: Any) -> list[Any]:
         """Return every rank's small picklable `note`. Collective; the ranks trust each other."""
@@ -282,7 +280,8 @@ class Communicator:
         self.log.add(what, sent)
         label = f"{what} of {self.unit}" if of_unit and self.unit else what
         mark = f"{what} {self.number if of_unit else ''} {tensor.nbytes}".encode()
-        device = None if self.is_gloo(tensor.device.type) else tensor.device
+        by_gloo = self.trail.backends.get(tensor.device.type) == "gloo"
+        device = None if by_gloo else tensor.device
         captured = device is not None and is_capturing(device)
         number = 0 if captured else self.trail.add(label, mark)
         try:
@@ -298,9 +297,3 @@ class Communicator:
             f"collective {label}, but every rank of the group must. Restart from the last "
             f"checkpoint. ({reason.splitlines()[0]})"
         )
-
-
-def _broadcast_from_first(
-    tensor: Tensor, *, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    return dist.broadcast(tensor, group_src=0, group=group, async_op=async_op)

@@ -20,11 +20,7 @@ def home_stream(device: torch.device) -> torch.Stream | None:
 
 
 def at_home(stream: torch.Stream | None) -> AbstractContextManager[None]:
-    """Run a block on a stream, after the work queued on the current one and before later work.
-
-    Args:
-        stream: the result of `home_stream`; None runs the block on the current stream.
-    """
+    """Run a block on a stream, after the work queued on the current one and before later work."""
     around = None if stream is None else torch.accelerator.current_stream(stream.device)
     if stream is None or around is None or around == stream:
         return _HERE

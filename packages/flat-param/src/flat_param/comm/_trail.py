@@ -112,12 +112,7 @@ class Trail:
         return f"rank {', '.join(map(str, silent))}" if silent else "no rank is gone, but one"
 
     def deadlock(self, label: str, number: int) -> str:
-        """Write what this rank waits for; describe the deadlock that it is in, if there is one.
-
-        Args:
-            label: the collective, in words.
-            number: of the collective in this group.
-        """
+        """Write what this rank waits for; describe the deadlock that it is in, if there is one."""
         started = {trail.key: trail.started for trail in _trails.values()}
         mine = {"label": label, "key": self.key, "ranks": self.ranks, "number": number}
         try:

@@ -99,16 +99,10 @@ def units_at_rest(module: nn.Module, function: str = "state_dict") -> list[Unit]
 
 
 def put_to_rest(unit: Unit, function: str) -> None:
-    """Reshard a unit that `unshard` gathered, and copy re-assigned pieces into the shard.
-
-    Not a collective.
-
-    Args:
-        unit: the unit.
-        function: the called function, for the message.
+    """Reshard a unit that `unshard` gathered, and copy pieces with other memory into the shard.
 
     Raises:
-        StateError: a forward or backward runs.
+        StateError: a forward or backward runs; it names the called function.
     """
     schedule = unit.schedule
     schedule.settle()
@@ -118,5 +112,6 @@ def put_to_rest(unit: Unit, function: str) -> None:
             "unsharded parameters. Call it between steps."
         )
     if unit.is_by_hand:
-        reshard(unit)
+        unit.reshard()
+        schedule.was_freed(unit)
     unit.take_changes()

@@ -1,9 +1,9 @@
 """Refuse optimizers that cannot step pieces, before their first step.
 
-An optimizer that needs whole tensors is refused where it reads a piece, see _piece_tensors.py. At
-that point it may have updated other parameters, and a rank without elements of that piece never
-reads it. A copy of the optimizer is therefore stepped once on an empty piece of each parameter that
-is cut: the refusal comes on all ranks, before anything has changed.
+An optimizer that needs whole tensors is refused where it reads a piece, see _piece_tensors.py. It
+may have updated other parameters before, and a rank without elements never reads the piece. So a
+copy of the optimizer is first stepped on an empty piece of each parameter that is cut: the refusal
+comes on all ranks, before anything has changed.
 
 Not tried: torch's own elementwise optimizers, which are never refused; optimizers whose options or
 attributes are no plain values; a copy that fails in another way, such as without a closure.

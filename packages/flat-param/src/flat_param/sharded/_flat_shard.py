@@ -43,7 +43,7 @@ from .._torch_compat import (
 from ..buffers._dtensors import DTensorPlace, is_dtensor
 from ..buffers._views import inverse
 from ..layout._boxes import boxes_between
-from ._param_piece import Extent, ParamPiece, rebuild_shard
+from ._extent import Extent, rebuild_shard
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
@@ -86,7 +86,7 @@ class FlatShard(DTensor):
     """
 
     _extent: Extent
-    _piece: ParamPiece | None
+    _piece: Any
     _ranges: Sequence[tuple[int, int]] | None
 
     @staticmethod
@@ -94,7 +94,7 @@ class FlatShard(DTensor):
         cls,
         local: Tensor,
         extent: Extent,
-        piece: ParamPiece | None = None,
+        piece: Any = None,
         ranges: Sequence[tuple[int, int]] | None = None,
     ) -> FlatShard:
         """Wrap elements.
@@ -102,7 +102,8 @@ class FlatShard(DTensor):
         Args:
             local: the elements, 1-D.
             extent: their place in the whole tensor.
-            piece: knows the ranks with the other elements; None for an unpickled shard.
+            piece: a `ParamPiece`, which knows the ranks with the other elements; None for an
+                unpickled shard.
             ranges: `[start, stop)` of each rank; None: those of the piece.
         """
         size, stride = torch.Size(extent.size), extent.stride
@@ -250,17 +251,9 @@ class _Elements(Tensor):
 
 
 def local_elements(value: Tensor, extent: Extent, place: DTensorPlace | None) -> Tensor:
-    """Return this rank's elements, 1-D, of any value that a state dict may have for a tensor.
+    """Return the elements of `extent`, 1-D, of any value that a state dict may have for a tensor.
 
     Collective if `value` is a shard with other elements, or a DTensor with another layout.
-
-    Args:
-        value: a whole tensor, a DTensor, a shard, or a shard that was pickled.
-        extent: this rank's elements of the target tensor.
-        place: placement of the target tensor by tensor parallelism; None without it.
-
-    Raises:
-        StateError: `value` has another shape, or elements of another rank.
     """
     if isinstance(value, FlatShard):
         if value._extent == extent:

@@ -31,10 +31,6 @@ def find_ignored(
         given: the argument `ignored_params`; parameters of other modules are skipped.
         owned: parameters of inner units.
         nested: parameters that inner units ignore.
-
-    Raises:
-        ParameterError: an entry is not a parameter, or a unit has sharded it; or a parameter that
-            an inner unit ignores is also registered outside of that unit.
     """
     names = {param: name for name, param in module.named_parameters()}
     found: dict[nn.Parameter, None] = {}

@@ -51,13 +51,7 @@ def check_init(
     init_fn: Callable[[nn.Module], object] | None,
     ignored: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Refuse a module with meta tensors that nothing would initialise.
-
-    Raises:
-        ParameterError: a module has neither `init_fn` nor `reset_parameters`, or an ignored
-            parameter with values that they would overwrite.
-        StateError: `init_fn` is not a function.
-    """
+    """Refuse meta tensors that nothing would initialise, or not without overwriting others."""
     if init_fn is not None and not callable(init_fn):
         raise StateError(
             f"flat_param.fully_shard: init_fn is {init_fn!r}, but it is called with each module "

@@ -88,15 +88,7 @@ def present_all(
 ) -> dict[str, Any]:
     """All state of one parameter, as shards.
 
-    Args:
-        values: of the optimizer.
-        param: the optimizer's parameter.
-        piece: that the parameter is.
-        skips: whether ranks that the optimizer skips have state, too.
-        name: of the parameter, for messages.
-
-    Raises:
-        StateError: a tensor depends on the elements of one rank.
+    `skips`: whether ranks that the optimizer skips have state, too.
     """
     if piece.is_plain:
         return dict(values)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from ..buffers._dtensors import DTensorPlace
-from ..buffers._views import inverse, outer_first
+from ..buffers._views import outer_first
 from ..comm._clip import Spread
 from ..comm._comm import Communicator
 from ..layout._boundary import Cut
 from ..layout._shard import ShardPlan
 from ..layout._spec import ParamSpec, contiguous_stride
+from ._extent import Extent
 
 if TYPE_CHECKING:
     from ._flat_shard import FlatShard
@@ -32,47 +33,6 @@ def piece_of(tensor: Any) -> ParamPiece | None:
     """The piece that a tensor is; None if it is not sharded."""
     piece: ParamPiece | None = getattr(tensor, PIECE, None)
     return piece
-
-
-@dataclass(frozen=True)
-class Extent:
-    """The elements `[start, stop)`, in memory order, that one rank has of a tensor.
-
-    Args:
-        name: for messages.
-        shape: of the tensor that is cut into ranges of elements.
-        order: its dimensions, slowest in memory first.
-        start: first element.
-        stop: one past the last element.
-        size: shape of the full tensor; `shape` is this rank's part after tensor parallelism.
-        offsets: start of `shape` in `size`.
-        writes: whether this rank writes its elements to a checkpoint.
-    """
-
-    name: str = field(compare=False)
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    start: int
-    stop: int
-    size: tuple[int, ...]
-    offsets: tuple[int, ...]
-    writes: bool = field(default=True, compare=False)
-
-    @property
-    def outer_shape(self) -> tuple[int, ...]:
-        """The shape with dimensions in the order of memory."""
-        return tuple(self.shape[dim] for dim in self.order)
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """Strides of the full tensor in memory of that order."""
-        outer = contiguous_stride(tuple(self.size[dim] for dim in self.order))
-        return tuple(outer[at] for at in inverse(self.order))
-
-    def __str__(self) -> str:
-        """The elements, for messages."""
-        held = f"elements {self.start} to {self.stop}" if self.start < self.stop else "no element"
-        return f"{held} of shape {self.shape}"
 
 
 @dataclass(eq=False)
@@ -206,12 +166,9 @@ class ParamPiece:
         return -(-self.spec.numel // self._block) if self._block else 0
 
     def has_rows(self, key: str, state: Any, *, whole: bool = False) -> bool:
-        """Whether optimizer state has one row per block, such as scales of 8-bit moments.
+        """Whether state of the piece, or of the whole parameter, has one row per block.
 
-        Args:
-            key: of the state.
-            state: its value.
-            whole: whether it is state of the whole parameter, and not of this piece.
+        8-bit optimizers have such state: the scales of their moments.
         """
         if key == "step" or not self._block or not state.dim():
             return False
@@ -259,15 +216,7 @@ class ParamPiece:
         return FlatShard(local, extent, self, ranges)
 
     def elements(self, value: Any, name: str = "") -> Tensor:
-        """This rank's elements, 1-D, of a state dict's value for the parameter.
-
-        Args:
-            value: a whole tensor, a DTensor, a shard, or a shard that was pickled.
-            name: of the parameter, for messages.
-
-        Raises:
-            StateError: it has other elements, or another shape.
-        """
+        """This rank's elements, 1-D, of a state dict's value; raises if it does not have them."""
         from ._flat_shard import local_elements
 
         extent = replace(self.extent, name=name) if name else self.extent
@@ -294,13 +243,3 @@ def _shape_of(
     between = (1,) * (len(spec.shape) - 1 - len(inner))
     shape = (numel // max(1, math.prod(inner)), *between, *inner)
     return shape, contiguous_stride(shape) if between else spec.stride
-
-
-def rebuild_shard(local: Tensor, *extent: Any) -> Tensor:
-    """Unpickle a shard; `torch.load(weights_only=True)` may call this."""
-    from ._flat_shard import FlatShard
-
-    return FlatShard(local, Extent(*extent))
-
-
-torch.serialization.add_safe_globals([rebuild_shard])

@@ -80,11 +80,7 @@ class ParamSites:
                 registry[key] = param
 
     def drop_copies(self) -> FlatParamError | None:
-        """Set the optimizer's parameters in the place of copies.
-
-        Returns:
-            The error if there was another tensor than a copy, or one of another shape.
-        """
+        """Set the optimizer's parameters; return the error if a copy was replaced."""
         copies, self.copies, error = self.copies or {}, None, None
         for site in self._param_sites if copies else ():
             copy: Tensor = copies[site.part][site.index]

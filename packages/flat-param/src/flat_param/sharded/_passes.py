@@ -75,14 +75,11 @@ class BackwardPass:
     failed: bool = False
 
     @property
-    def was_dropped(self) -> bool:
-        """Whether the engine has dropped the callback that would end it."""
-        return self.failed or self.callback() is None
-
-    @property
     def was_stopped(self) -> bool:
         """Whether an exception has ended it, judged from this thread."""
-        return self.was_dropped or not (self.ending or backward_is_running())
+        if self.failed or self.callback() is None:
+            return True
+        return not (self.ending or backward_is_running())
 
 
 @dataclass

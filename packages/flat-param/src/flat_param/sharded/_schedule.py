@@ -299,7 +299,7 @@ class Schedule:
     def _standing(self, unit: Unit) -> UnitBackward:
         """The state of a unit in the running pass; the first gradient starts a new pass."""
         current = self.backward or self._begin_backward()
-        if current.was_dropped:
+        if current.failed or current.callback() is None:
             raise StateError(
                 "flat_param.fully_shard: an exception stopped the last backward, and another one "
                 "was called without a forward. Run the forward again, or call zero_grad() of the "

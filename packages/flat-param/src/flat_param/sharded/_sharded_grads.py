@@ -106,21 +106,18 @@ class ShardedGrads:
 
     def start_reduce(self, how: Reduction) -> Pending:
         """Begin to reduce the gradients of all ranks into this rank's shard. Collective."""
-        held = self.need_held()
+        held, ranks = self.need_held(), self.comms.world_size
         self.used = [now or before for now, before in zip(held.arrived, self.used, strict=True)]
+        factor = float(ranks if how.factor is None else how.factor)
         with at_home(self._home):
             held.zero_rest()
-            pending = self._start_reduce(held.flat, how)
+            full, self._reduced = held.flat, self._destination()
+            if full.dtype == torch.float16:
+                full.div_(ranks)  # a sum over many ranks may exceed float16's range
+                factor /= ranks
+            sent = _real(self._staged(full))
+            pending = self.comms.reduce.reduce_scatter(_real(self._reduced), sent)
         pending.home = self._home
-        return pending
-
-    def _start_reduce(self, full: Tensor, how: Reduction) -> Pending:
-        self._reduced = self._destination()
-        factor = float(self.comms.world_size if how.factor is None else how.factor)
-        if full.dtype == torch.float16:
-            full.div_(self.comms.world_size)  # a sum over many ranks may exceed float16's range
-            factor /= self.comms.world_size
-        pending = self.comms.reduce.reduce_scatter(_real(self._reduced), _real(self._staged(full)))
         return pending.then(partial(self._after_reduce, how, factor))
 
     def _staged(self, full: Tensor) -> Tensor:
@@ -134,24 +131,17 @@ class ShardedGrads:
 
     def _destination(self) -> Tensor:
         """Return the target of the sum: the flat gradient itself if no `.grad` is in it."""
-        grad = self._need_grad()
-        if grad.dtype == self.dtype and grad.device == self.owner.device and self._is_clear():
-            return grad
-        return torch.empty(grad.numel(), dtype=self.dtype, device=self.owner.device)
-
-    def _need_grad(self) -> Tensor:
-        shard, grad = self.owner.shard, self._grad
+        shard, grad, device = self.owner.shard, self._grad, self.owner.device
         if grad is None or grad.dtype != shard.dtype or grad.device != shard.device:
-            pinned = self.owner.pins(shard.device)
-            grad = torch.zeros_like(shard, pin_memory=pinned)
-            self._pieces = tuple([as_piece(p.view(grad), p) for p in self.owner.pieces])
+            grad = torch.zeros_like(shard, pin_memory=self.owner.pins(shard.device))
+            self._pieces = tuple([as_piece(piece.view(grad), piece) for piece in self.owner.pieces])
             self._grad = grad
-        return grad
-
-    def _is_clear(self) -> bool:
         with without_torch_function():
             grads = [param.grad for param in self.owner.held.params]
-        return self.kept is None and all(map(partial(is_, None), grads))
+        is_clear = self.kept is None and all(map(partial(is_, None), grads))
+        if is_clear and grad.dtype == self.dtype and grad.device == device:
+            return grad
+        return torch.empty(grad.numel(), dtype=self.dtype, device=device)
 
     def _after_reduce(self, how: Reduction, factor: float) -> None:
         self._release()
@@ -172,11 +162,7 @@ class ShardedGrads:
 
     @torch.no_grad()
     def assign_grads(self, used_anywhere: Sequence[bool]) -> None:
-        """Set `.grad` of the optimizer's parameters, and call their hooks.
-
-        Args:
-            used_anywhere: per parameter, whether some rank had a gradient for it.
-        """
+        """Set `.grad` of parameters that some rank has used, and call their hooks."""
         reduced, self._reduced = self._reduced, None
         self.used = [False] * len(self.used)
         if reduced is None:
@@ -214,11 +200,7 @@ class ShardedGrads:
                     param.grad.zero_()
 
     def check_hooks(self) -> None:
-        """Refuse a hook of `register_hook`, which would get a piece.
-
-        Raises:
-            ParameterError: names the parameter.
-        """
+        """Refuse a hook of `register_hook`, which would get a piece."""
         for index in with_grad_hook(self.owner.held.params):
             raise ParameterError(
                 f"flat_param.fully_shard: parameter '{self.owner.pieces[index].name}' has a hook "

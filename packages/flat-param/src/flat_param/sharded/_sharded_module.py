@@ -352,11 +352,7 @@ class ShardedModule(nn.Module):
 
 
 def checked_flag(value: object, function: str) -> bool:
-    """The value, if it is True or False.
-
-    Raises:
-        StateError: it is not a bool.
-    """
+    """The value, if it is True or False."""
     if not isinstance(value, bool):
         is_count = isinstance(value, int) and "reshard_after_forward" in function
         hint = ", or shard over fewer ranks with a 2-D mesh (replicate, shard)" if is_count else ""

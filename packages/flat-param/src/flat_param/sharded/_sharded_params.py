@@ -188,11 +188,7 @@ class ShardedParams:
             piece.flat(self.shard).copy_(elements)
 
     def take_moved(self, moved: Sequence[int]) -> None:
-        """Copy values that parameters have in other memory into the shard.
-
-        Raises:
-            ParameterError: one has another shape than the piece.
-        """
+        """Copy values that parameters have in other memory into the shard."""
         for index in moved:
             values, view = self.held.params[index].detach(), self.held.views[index]
             if values.shape != view.shape:
@@ -213,11 +209,7 @@ class ShardedParams:
 
     @torch.no_grad()
     def rebind(self, tensors: Sequence[Tensor]) -> None:
-        """Use pieces of another dtype or device, after `.to()`.
-
-        Args:
-            tensors: in layout order, each of its piece's shape; all of one dtype and device.
-        """
+        """Use pieces of another dtype or device, after `.to()`."""
         dtype, home = tensors[0].dtype, tensors[0].device
         numel, pinned = self.plan.shard_numel, self.pins(home)
         moved = torch.zeros(numel, dtype=dtype, device=home, pin_memory=pinned)

@@ -36,17 +36,9 @@ def _count(module: nn.Module, name: str, registered: Any) -> None:
 
 
 def check_strays(function: str, module: nn.Module, units: Iterable[Unit]) -> None:
-    """Refuse a trainable parameter of a sharded module that belongs to no unit.
+    """Refuse a trainable parameter of a sharded module that belongs to none of the units.
 
-    Not a collective. Frozen ones are allowed, like buffers.
-
-    Args:
-        function: the called function, for the message.
-        module: a unit.
-        units: of the module and of those inside.
-
-    Raises:
-        StateError: names the first.
+    Frozen ones are allowed, like buffers.
     """
     units = list(units)
     if all(unit.comms.world_size == 1 for unit in units):

@@ -104,11 +104,7 @@ class Unit:
 
     @property
     def schedule(self) -> Any:
-        """The `Schedule` of the unit's tree.
-
-        Raises:
-            StateError: the modules of the tree were deleted.
-        """
+        """The `Schedule` of the unit's tree."""
         schedule = self._schedule()
         if schedule is None:
             raise StateError(

@@ -246,11 +246,7 @@ def _local_spec(spec: ParamSpec, param: nn.Parameter) -> ParamSpec:
 
 
 def _as_planned(module: nn.Module, spec: ParamSpec) -> nn.Parameter:
-    """Return a planned parameter; `init_fn` may have filled it but not changed it otherwise.
-
-    Raises:
-        ParameterError: it differs from the plan.
-    """
+    """Return a planned parameter; `init_fn` may have filled it but not changed it otherwise."""
     param = module.get_parameter(spec.name)
     found = (tuple(local_of(param).shape), param.dtype, param.requires_grad)
     planned = (spec.shape, spec.dtype, spec.requires_grad)
@@ -263,11 +259,7 @@ def _as_planned(module: nn.Module, spec: ParamSpec) -> nn.Parameter:
 
 
 def _check_ties(module: nn.Module, taken: Iterable[nn.Parameter]) -> None:
-    """Refuse a parameter of a unit inside that is registered outside of it, too.
-
-    Raises:
-        ParameterError: names both places.
-    """
+    """Refuse a parameter of a unit inside that is registered outside of it, too."""
     for name, param in outside_units(module, taken):
         named = module.named_parameters(remove_duplicate=False)
         inside = next(other for other, each in named if each is param and other != name)

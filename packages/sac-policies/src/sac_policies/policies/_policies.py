@@ -146,7 +146,7 @@ def check_policy(given: object, *, where: str) -> None:
 _RANK: dict[Any, int] = {None: 0, Decision.RECOMPUTE: 1, Decision.SAVE: 2, Decision.OFFLOAD: 2}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Combined(Policy):
     """Several policies: kept if one keeps it, if all keep it, or as the first answer says."""
 
@@ -182,6 +182,11 @@ class Combined(Policy):
         """The rules, in order."""
         return self.rules
 
+    def __repr__(self) -> str:
+        if self.how == "first":
+            return f"first_match({', '.join(map(repr, self.rules))})"
+        return f"({f' {self.how} '.join(map(repr, self.rules))})"
+
 
 def first_match(*rules: Policy) -> Policy:
     """Combine policies: the first that has an answer decides.
@@ -200,7 +205,7 @@ def first_match(*rules: Policy) -> Policy:
     return Combined("first", rules)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Replaced(Policy):
     """`inner` with other answers: `~inner` and `offload(inner)`."""
 
@@ -229,6 +234,9 @@ class Replaced(Policy):
     def offloads(self) -> bool:
         """Whether OFFLOAD is among the new answers."""
         return any(new is Decision.OFFLOAD for _, new in self.answers)
+
+    def __repr__(self) -> str:
+        return f"offload({self.inner!r})" if self.offloads else f"~{self.inner!r}"
 
 
 _COMPLEMENT: tuple[tuple[Answer, Answer], ...] = (
