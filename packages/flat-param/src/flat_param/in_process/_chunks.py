@@ -121,7 +121,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 continue
             if param._flat_segment is not last:
                 last = param._flat_segment
-                last.sync()
+                if last.synced_grad is not None:  # else the step does it, as it reads gradients
+                    last.sync()
             if not is_checked:
                 _check_state(optimizer, param)
     if last is not None:
