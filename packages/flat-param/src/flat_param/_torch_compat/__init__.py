@@ -149,6 +149,14 @@ def set_element(nested: Any, path: tuple[Any, ...], value: Any) -> None:
     set_element(nested, path, value)
 
 
+def checkpoint_metadata_classes() -> tuple[Any, Any]:
+    """The classes of a file's entry and of a memory format in the metadata of a checkpoint."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    return _StorageInfo, _MEM_FORMAT_ENCODING
+
+
 # Optimizers and norms.
 
 

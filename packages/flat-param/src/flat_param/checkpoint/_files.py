@@ -23,13 +23,8 @@ from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
-    FileSystemWriter,
-    _StorageInfo,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -43,6 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from .._errors import CheckpointError
+from .._torch_compat import checkpoint_metadata_classes
 
 METADATA = ".metadata"
 _SAVE_PREFIX = "save-"
@@ -261,18 +257,19 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
+        file_entry, memory_format = checkpoint_metadata_classes()
         self._makers: dict[str, Callable[..., Any]] = {
             "collections.OrderedDict": dict,
             "torch.Size": torch.Size,
             "torch.device": torch.device,
             "torch.serialization._get_layout": {"torch.strided": torch.strided}.__getitem__,
-            f"{_MEM_FORMAT_ENCODING.__module__}._MEM_FORMAT_ENCODING": _MEM_FORMAT_ENCODING,
+            f"{memory_format.__module__}.{memory_format.__name__}": memory_format,
             # Python 3.11.0 to 3.11.3 pickle members of that enumeration by name.
-            "builtins.getattr": lambda _, name: _MEM_FORMAT_ENCODING[name],
+            "builtins.getattr": lambda _, name: memory_format[name],
         }
         for kind in (
             *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta),
-            *(TensorProperties, TensorStorageMetadata, _StorageInfo),
+            *(TensorProperties, TensorStorageMetadata, file_entry),
         ):
             self._makers[f"{kind.__module__}.{kind.__name__}"] = partial(object.__new__, kind)
 
