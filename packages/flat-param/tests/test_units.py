@@ -14,11 +14,12 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 @WORLDS
 def test_training_follows_one_process(ranks: Callable[..., list[Any]], world: int) -> None:
-    """Losses and parameters up to rounding, for each way and boundary; shards may be uneven."""
+    """Up to rounding, for each way and boundary; parameters that no rank used have no gradient."""
     for result in ranks(world, "trajectories"):
         for case, found in result.items():
             assert found["loss_error"] < 1e-6, case
             assert found["param_error"] < 1e-6, case
+            assert all(found["unused"]), case
 
 
 @WORLDS

@@ -52,6 +52,7 @@ def measure(rank: int, world: int, way: str, boundary: Any) -> dict[str, Any]:
     return {
         "loss_error": max(abs(a - b) for a, b in zip(got, expected, strict=True)),
         "param_error": distance(whole_state(model), whole_state(reference)),
+        "unused": [param.grad is None for param in model.blocks[1].unused.parameters()],
         "calls": calls,
         "bytes": sum(part.shard.nbytes for part in parts),
         "planned_bytes": planned.params,
