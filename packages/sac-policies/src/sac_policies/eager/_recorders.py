@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -23,8 +23,49 @@ from ._aliasing import UNVERSIONED, tensors_among, version_of
 from ._fsdp import RANGE_OPS
 from ._values import Call, Item, Seen, Value
 
-if TYPE_CHECKING:
-    from ._tape import Tape
+
+class Tape(Protocol):
+    """The parts of a tape that recorders use.
+
+    Attributes:
+        known: the tensors that have a value, by `id`.
+        note_gone: called when one of them is freed.
+        records_views: whether views of held tensors are recorded.
+    """
+
+    known: dict[int, Seen]
+    note_gone: Callable[[Any], None]
+    records_views: bool
+
+    def value_of(self, tensor: torch.Tensor) -> Value:
+        """Return the value of a tensor; hold an unknown tensor."""
+
+    def known_value(self, tensor: torch.Tensor) -> Value | None:
+        """Return the value of a tensor, None if it is unknown."""
+
+    def hold(self, tensor: torch.Tensor, version: int) -> Value:
+        """Return a value that holds a tensor."""
+
+    def note(self, tensor: torch.Tensor, value: Value, version: int) -> None:
+        """Note the value of a tensor at this version."""
+
+    def note_mask(self, mask: torch.Tensor, version: int) -> None:
+        """Hold a mask as bits."""
+
+    def before_write(self, written: list[torch.Tensor], *, is_seen: bool = True) -> None:
+        """Forget tensors of storages that will be written; copy the ones held by values."""
+
+    def note_unversioned(self, written: list[torch.Tensor]) -> None:
+        """Record storages that were written without a version change."""
+
+    def decide(
+        self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Count a call, and return whether the policy keeps its result."""
+
+    def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
+        """Record nothing while FSDP gathers or frees parameters."""
+
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs one call of an operator under a tape, and records it."""
