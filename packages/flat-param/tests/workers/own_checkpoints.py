@@ -304,8 +304,8 @@ def check_error_of_one_rank_is_one_of_all(rank: int, world: int) -> None:
     text = "optimizer state 'odd'" if rank else "rank 1 has failed"
     kind = StateError if rank else CheckpointError
     raises(kind, text, lambda: flat_param.save_sharded(model, path, optimizer=optimizer))
-    for victim, name in ((1, "write_data"), (0, "finish")):
-        with failing(rank == victim, name):
+    for victim, name, error in ((1, "write_data", Full), (0, "finish", OSError)):
+        with failing(rank == victim, name, error):
             raises(
                 CheckpointError,
                 f"rank {victim} cannot write its part",
@@ -318,13 +318,20 @@ def check_error_of_one_rank_is_one_of_all(rank: int, world: int) -> None:
     same(values_of(other, fresh), truth(3))
 
 
+class Full(OSError):
+    """An error that cannot be sent to other ranks."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError
+
+
 @contextmanager
-def failing(fails: bool, name: str) -> Iterator[None]:
+def failing(fails: bool, name: str, error: type[OSError] = OSError) -> Iterator[None]:
     """A disk that is full."""
     real = getattr(filesystem._FileSystemWriter, name)
 
     def full(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(28, "No space left on device")
+        raise error(28, "No space left on device")
 
     from flat_param.checkpoint._files import CheckedWriter
 

@@ -175,7 +175,7 @@ def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:
             writer.remove()
         raise CheckpointError(
             f"flat_param.save_sharded: rank {world.ranks[rank]} cannot write its part to '{path}' "
-            f"({type(reason).__name__}: {reason}). Nothing was saved, and an earlier checkpoint "
+            f"({reason}). Nothing was saved, and an earlier checkpoint "
             "there is intact. Make room, or save to another path."
         ) from reason
     finally:
