@@ -127,7 +127,7 @@ def test_replaced_parameter_is_refused_before_anything_is_written(
     """By name, where it would be written back."""
     model = _nested()
     before = _values(model)
-    text = "parameter 'a.weight' was replaced by a"
+    text = "parameter 'a.weight' of unit '1' was replaced by a"
     with (
         pytest.raises(ParameterError, match=re.escape(text)),
         model.whole_params(write_back=True),

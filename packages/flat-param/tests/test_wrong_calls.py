@@ -52,6 +52,12 @@ WRONG_CALLS: dict[str, tuple[Any, str]] = {
         lambda m: flat_param.offload_optimizer(torch.optim.SGD(m.parameters()), bucket_numel=0.5),
         "Pass a whole number above 0",
     ),
+    "divide by nothing": (
+        lambda m: m.set_gradient_divide_factor(0),
+        "factor is 0, but sums are divided by it",
+    ),
+    "divide by a text": (lambda m: m.set_gradient_divide_factor("2"), "Pass a number above 0"),
+    "DDP around it": (nn.parallel.DistributedDataParallel, "Leave DDP out, since backward"),
     "plan a model": (
         lambda m: flat_param.plan.plan_training(m, world_size=2),
         "Pass unit_shapes(module, units=...)",
@@ -61,6 +67,59 @@ WRONG_CALLS: dict[str, tuple[Any, str]] = {
         "units is 'Linear', but it must be a class of modules",
     ),
 }
+
+
+WRONG_FLAT_CALLS: dict[str, tuple[Any, str]] = {
+    "align to a text": (
+        lambda _: flat_param.flatten(nn.Linear(2, 2), align_bytes="16"),
+        "align_bytes is '16', but it must be a power of two",
+    ),
+    "unflatten a view": (flat_param.unflatten, MODULE_FIRST),
+    "view of a view": (flat_param.flat_params_of, MODULE_FIRST),
+    "load a list": (lambda flat: flat.load_vector([1.0]), "is of type list, but segment 'float32'"),
+    "call with a state dict": (
+        lambda flat: flat.functional_call(flat.module.state_dict(), torch.ones(1, 2)),
+        "a vector is of type OrderedDict, but segment 'float32'",
+    ),
+    "clip to a text": (lambda flat: flat.clip_("1"), "max_norm is '1', but"),
+    "clip below zero": (lambda flat: flat.clip_(-1.0), "Pass a number such as 1.0"),
+    "average a module": (
+        lambda flat: flat.lerp_(flat.module, 0.1),
+        "Pass what flatten returned, or flat_params_of(module)",
+    ),
+    "load state swapped": (
+        lambda flat: flat.load_optimizer_state({}, torch.optim.SGD(flat.chunks())),
+        NO_OPTIMIZER,
+    ),
+    "load state of a model": (
+        lambda flat: flat.load_optimizer_state(
+            torch.optim.SGD(flat.chunks()), flat.module.state_dict()
+        ),
+        "which has the keys 'state' and 'param_groups'",
+    ),
+    "convert a state": (lambda flat: flat.optimizer_state({"state": {}}), NO_OPTIMIZER),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), WRONG_FLAT_CALLS.values(), ids=WRONG_FLAT_CALLS)
+def test_wrong_calls_of_flat_views_say_what_to_pass(call: Any, text: str) -> None:
+    """In an error of this package, with a sentence to act on, and parameters keep their values."""
+    module = nn.Sequential(nn.Linear(2, 2))
+    flat = flat_param.flatten(module)
+    before = flat.as_vector().clone()
+    with pytest.raises(flat_param.FlatParamError, match=re.escape(text)):
+        call(flat)
+    assert torch.equal(flat.as_vector(), before)
+
+
+def test_replaced_parameter_is_named_with_its_unit() -> None:
+    """A unit has its own names, of which a model has many that are equal."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for module in (*model, model):
+        fully_shard(module)
+    model[1].weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(flat_param.ParameterError, match="'weight' of unit '1' was replaced"):
+        model(torch.ones(1, 2))
 
 
 @pytest.mark.parametrize(("call", "text"), WRONG_CALLS.values(), ids=WRONG_CALLS)

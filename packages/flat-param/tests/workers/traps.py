@@ -185,9 +185,42 @@ def check_optimizers_of_whole_tensors_are_found_by_what_they_do(rank: int, world
         flat_param.fully_shard(mixed, boundary=rules)
         mixed(torch.ones(2, 6)).square().sum().backward()
         before = [param.detach().clone() for param in mixed.parameters()]
-        text = "was called with parameter '1.weight' or its gradient"
+        text = "was called with parameter '1.weight' of the outermost unit"
         raises(flat_param.ParameterError, text, Mine(mixed.parameters(), lr=0.1).step)
         assert all(map(torch.equal, before, mixed.parameters())), width
+
+
+def check_optimizer_that_sends_parameters_is_refused(rank: int, world: int) -> None:
+    """ZeRO-1 would broadcast the pieces of one rank. Of a plain model it steps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which torch imports
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    for model, is_sharded in ((sharded(), True), (nn.Linear(6, 6), False)):
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+        model(torch.ones(2, 6)).square().sum().backward()
+        before = [param.detach().clone() for param in model.parameters()]
+        if is_sharded:
+            text = "ZeroRedundancyOptimizer sends parameters from rank to rank"
+            raises(flat_param.ParameterError, text, optimizer.step)
+        else:
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters())) == is_sharded
+
+
+def check_ddp_around_units_is_refused(rank: int, world: int) -> None:
+    """It would broadcast rank 0's pieces. Units that it ignores may be inside."""
+    model = sharded()
+    before = whole_state(model)
+    raises(
+        flat_param.StateError,
+        "would overwrite each rank's piece",
+        lambda: nn.parallel.DistributedDataParallel(model),
+    )
+    assert all(torch.equal(whole_state(model)[name], value) for name, value in before.items())
+    names = [name for name, _ in model.named_parameters()]
+    model._ddp_params_and_buffers_to_ignore = names
+    raises(RuntimeError, "is not needed", lambda: nn.parallel.DistributedDataParallel(model))
 
 
 def check_second_backward_after_a_stopped_one(rank: int, world: int) -> None:

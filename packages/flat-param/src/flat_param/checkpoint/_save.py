@@ -127,12 +127,13 @@ def _prepare(
     now = _steps_of(module) if step is None else step
     notes = world.comm.share((os.fspath(path), now, word))
     for rank, note in zip(world.ranks, notes, strict=True):
-        for what, at in (("path", 0), ("step", 1)):
+        advice = "Call it after the same step on all ranks, or pass step="
+        for what, at, cure in (("path", 0, "Pass the same path on all ranks"), ("step", 1, advice)):
             if note[at] != notes[0][at]:
                 raise CheckpointError(
                     f"flat_param.save_sharded: the {what} is {_short(notes[0][at])} on rank "
                     f"{world.ranks[0]} and {_short(note[at])} on rank {rank}, but all ranks must "
-                    "save one state. Call it after the same step on all ranks, or pass step=."
+                    f"save one state. {cure}."
                 )
     writers = world.for_thread() if snapshot else world
     return lambda: _write(state, path, notes[0][2], writers)

@@ -7,17 +7,20 @@ and after every call.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._errors import VectorError
+from .._errors import StateError, VectorError
 from ..buffers._views import unflatten, zero_gaps_
+from ..layout._arguments import check_is_optimizer
 from ..layout._layout import FlatLayout
 from ._chunk_state import by_name, chunks_of, one_setting, to_chunks, to_parameters
 from ._chunks import make_chunks
+from ._flat_segment import FlatSegment
 from ._flat_segments import FlatSegments
 from ._norm import joint_norm
 
@@ -101,16 +104,11 @@ class FlatParams:
             segment: name; default: the only trainable one.
 
         Raises:
-            VectorError: the numel differs; then nothing has changed.
+            VectorError: no tensor, or the numel differs; then nothing has changed.
         """
         one = self._flat_segments.find(segment)
         layout = one.plan.layout
-        if vector.shape != (layout.numel,):
-            raise VectorError(
-                f"flat_param.FlatParams.load_vector: vector has shape {tuple(vector.shape)}, but "
-                f"segment '{one.plan.name}' has ({layout.numel},). "
-                "Build it like as_vector()."
-            )
+        _check_vector("load_vector", vector, one)
         zero_gaps_(one.buffer.copy_(vector), layout)
 
     def functional_call(self, vectors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -133,22 +131,17 @@ class FlatParams:
             >>> run(population, torch.ones(4, 3)).shape
             torch.Size([5, 4, 2])
         """
-        layouts = [one.plan.layout for one in self._flat_segments.trainable]
-        given = [vectors] if isinstance(vectors, Tensor) else list(vectors)
-        if len(given) != len(layouts):
+        segments = self._flat_segments.trainable
+        given: list[Any] = list(vectors) if isinstance(vectors, (list, tuple)) else [vectors]
+        if len(given) != len(segments):
             raise VectorError(
                 f"flat_param.FlatParams.functional_call: got {len(given)} vectors, but the module "
-                f"has {len(layouts)} trainable segments. Pass one vector for each."
+                f"has {len(segments)} trainable segments. Pass one vector for each."
             )
         params: dict[str, Tensor] = {}
-        for vector, layout in zip(given, layouts, strict=True):
-            if vector.shape != (layout.numel,):
-                raise VectorError(
-                    f"flat_param.FlatParams.functional_call: a vector has shape "
-                    f"{tuple(vector.shape)}, but its segment has ({layout.numel},). "
-                    "Build it like as_vector(); under vmap, one row per call."
-                )
-            params.update(unflatten(vector, layout))
+        for vector, segment in zip(given, segments, strict=True):
+            _check_vector("functional_call", vector, segment)
+            params.update(unflatten(vector, segment.plan.layout))
         return torch.func.functional_call(self.module, params, args, kwargs)
 
     @torch.no_grad()
@@ -168,7 +161,16 @@ class FlatParams:
         Returns:
             The norm before clipping, as from `torch.nn.utils.clip_grad_norm_`. On CPU nothing is
             written if nothing needs to shrink; elsewhere the factor stays on the device.
+
+        Raises:
+            VectorError: `max_norm` is no number of at least 0.
         """
+        is_tensor = isinstance(max_norm, Tensor)  # on the device, so it is not read here
+        if not is_tensor and not (isinstance(max_norm, Real) and max_norm >= 0):
+            raise VectorError(
+                f"flat_param.FlatParams.clip_: max_norm is {max_norm!r}, but gradients are scaled "
+                "to a norm of at least 0. Pass a number such as 1.0."
+            )
         grads = [one.grad for one in self._flat_segments.trainable]
         total = joint_norm(grads, ord)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -189,8 +191,13 @@ class FlatParams:
             weight: 0 keeps, 1 copies.
 
         Raises:
-            VectorError: the layouts differ; then nothing has changed.
+            VectorError: the layouts differ, or `other` is no flat view; then nothing has changed.
         """
+        if not isinstance(other, FlatParams):
+            raise VectorError(
+                f"flat_param.FlatParams.lerp_: other is of type {type(other).__name__}, but it "
+                "must be FlatParams. Pass what flatten returned, or flat_params_of(module)."
+            )
         mine, theirs = self._flat_segments, other._flat_segments
         if mine.outline != theirs.outline:
             raise VectorError(
@@ -241,9 +248,11 @@ class FlatParams:
             in the parameters' shapes, copies. An optimizer of separate parameters loads it.
 
         Raises:
+            ParameterError: `optimizer` is no optimizer.
             StateError: not all of the optimizer's parameters are chunks of this module, groups
                 have several settings, or a value such as `step` differs between chunks.
         """
+        check_is_optimizer("FlatParams.optimizer_state", optimizer)
         segments = self._flat_segments.trainable
         options = one_setting(optimizer.param_groups)
         state: dict[str, dict[str, Any]] = {}
@@ -268,9 +277,17 @@ class FlatParams:
                 trainable ones in the module's order; or by name, from `optimizer_state`.
 
         Raises:
+            ParameterError: `optimizer` is no optimizer.
             StateError: as for `optimizer_state`, or the state is for other parameters; then nothing
                 has changed.
         """
+        check_is_optimizer("FlatParams.load_optimizer_state", optimizer)
+        if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+            raise StateError(
+                "flat_param.FlatParams.load_optimizer_state: state is no state dict of an "
+                "optimizer, which has the keys 'state' and 'param_groups'. Pass "
+                "optimizer.state_dict(), or what optimizer_state() returned."
+            )
         segments = self._flat_segments.trainable
         names = {name: param.requires_grad for name, param in self.module.named_parameters()}
         options, states = one_setting(state["param_groups"]), by_name(state, names)
@@ -282,3 +299,18 @@ class FlatParams:
         new = {index: found[param] for index, param in enumerate(order) if found[param]}
         groups = [{**group, **options, "params": group["params"]} for group in now["param_groups"]]
         optimizer.load_state_dict({"state": new, "param_groups": groups})
+
+
+def _check_vector(function: str, vector: Any, segment: FlatSegment) -> None:
+    """Refuse a value that is no vector of the segment's size."""
+    numel = segment.plan.layout.numel
+    if not isinstance(vector, Tensor):
+        found = f"is of type {type(vector).__name__}"
+    elif vector.shape != (numel,):
+        found = f"has shape {tuple(vector.shape)}"
+    else:
+        return
+    raise VectorError(
+        f"flat_param.FlatParams.{function}: a vector {found}, but segment '{segment.plan.name}' "
+        f"has ({numel},). Build it like as_vector(); under vmap, one row per call."
+    )

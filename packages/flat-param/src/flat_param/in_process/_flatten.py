@@ -69,6 +69,7 @@ def unflatten(module: nn.Module) -> None:
         >>> flat_param.flatten(layer).numel
         16
     """
+    check_is_module("unflatten", module)
     segments: FlatSegments | None = vars(module).get(ATTRIBUTE)
     if segments is None:
         inside = any(owner_of(param, FLATTENED)[0] for param in module.parameters())
@@ -90,6 +91,7 @@ def flat_params_of(module: nn.Module) -> FlatParams | None:
         >>> flat_param.flat_params_of(copy.deepcopy(layer)).numel
         8
     """
+    check_is_module("flat_params_of", module)
     segments = vars(module).get(ATTRIBUTE)
     return None if segments is None else FlatParams(module, segments)
 

@@ -121,10 +121,11 @@ def plan_layout(
                 f"flat_param.plan_layout: '{spec.name}' is {spec.dtype} and '{specs[0].name}' "
                 f"{specs[0].dtype}, but one buffer has one dtype. Use plan_segments."
             )
-    if align_bytes < 1 or align_bytes & (align_bytes - 1):
+    is_power = type(align_bytes) is int and align_bytes > 0 and align_bytes.bit_count() == 1
+    if not is_power:
         raise LayoutError(
-            f"flat_param.plan_layout: align_bytes is {align_bytes}, but it must be a power of two. "
-            "Use 16, or 1 for no gaps."
+            f"flat_param.plan_layout: align_bytes is {align_bytes!r}, but it must be a power of "
+            "two. Use 16, or 1 for no gaps."
         )
     align_numel = max(1, align_bytes // specs[0].dtype.itemsize)
     offsets: list[int] = []

@@ -8,8 +8,9 @@ comes on all ranks, before anything has changed.
 Not tried: torch's own elementwise optimizers, which are never refused; optimizers whose options or
 attributes are no plain values; a copy that fails in another way, such as without a closure.
 
-Also refused are optimizers made before sharding that have replaced parameters, or state of whole
-parameters: fused kernels would read it as state of the piece. State that is loaded later is cut or
+Also refused are optimizers that send parameters between ranks, and those made before sharding that
+have replaced parameters, or state of whole parameters: fused kernels would read it as state of the
+piece. State that is loaded later is cut or
 refused by `load_state_dict`.
 """
 
@@ -40,9 +41,23 @@ def check_first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in checked:
         for param in params_of(optimizer):
             _check_state(optimizer, param)
+            _check_sends(optimizer, param)
         if not torch.compiler.is_compiling():
             _try_step(optimizer)
         checked.add(optimizer)
+
+
+def _check_sends(optimizer: Optimizer, param: Any) -> None:
+    """Refuse an optimizer that sends parameters to other ranks, which have other pieces."""
+    from torch.distributed.algorithms.join import Joinable
+
+    piece = piece_of(param)
+    if piece is not None and piece.is_cut and isinstance(optimizer, Joinable):
+        raise ParameterError(
+            f"flat_param.fully_shard: {type(optimizer).__name__} sends parameters from rank to "
+            f"rank, but each rank has another piece of parameter {piece.label}. Use a plain "
+            "optimizer: its state is sharded as the parameters are."
+        )
 
 
 def mark_replaced(param: Tensor, *, name: str) -> None:
@@ -65,7 +80,7 @@ def _check_state(optimizer: Optimizer, param: Any) -> None:
     for key, value in optimizer.state.get(param, {}).items():
         if isinstance(value, Tensor) and tuple(value.shape) == piece.shape and not by_chance:
             raise StateError(
-                f"flat_param.fully_shard: optimizer state '{key}' of parameter '{piece.name}' has "
+                f"flat_param.fully_shard: optimizer state '{key}' of parameter {piece.label} has "
                 f"shape {piece.shape}, but this rank's piece has {tuple(param.shape)}: it is of "
                 "whole parameters. Nothing was stepped. Load it with "
                 "flat_param.load_full_state_dict(module, {'model': ..., 'optim': state}, "

@@ -176,7 +176,7 @@ def _take(key: str, value: Any, param: Tensor, piece: ParamPiece, now: Any) -> A
         return piece.rows_of(value)
     if is_dtensor(value) or piece.numel not in (0, math.prod(piece.shape)):
         raise StateError(
-            f"flat_param.load_state_dict: optimizer state '{key}' of parameter '{piece.name}' has "
+            f"flat_param.load_state_dict: optimizer state '{key}' of parameter {piece.label} has "
             f"shape {tuple(value.shape)}, but the whole parameter has {piece.shape}. Nothing was "
             "loaded. Load the state of the same model: whole tensors, or what state_dict() gives."
         )

@@ -127,6 +127,11 @@ class ParamPiece:
         return shard.detach()[self.offset : self.offset + self.numel]
 
     @property
+    def label(self) -> str:
+        """Name and unit for messages; `name` is relative to the unit."""
+        return f"'{self.name}' of {self.comm.unit}" if self.comm.unit else f"'{self.name}'"
+
+    @property
     def device(self) -> torch.device:
         """Where the whole parameter is."""
         return self.segment.device

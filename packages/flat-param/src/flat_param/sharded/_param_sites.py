@@ -130,12 +130,12 @@ class ParamSites:
 def _replaced(site: ParamSite, value: Any) -> FlatParamError:
     if type(value).__name__ == "FakeTensor":
         return StateError(
-            f"flat_param.fully_shard: parameter '{site.piece.name}' is a fake tensor, as in "
+            f"flat_param.fully_shard: parameter {site.piece.label} is a fake tensor, as in "
             "torch.export, which cannot trace the collectives of a sharded module. Export the "
             "plain module, with flat_param.full_state_dict."
         )
     return ParameterError(
-        f"flat_param.fully_shard: parameter '{site.piece.name}' was replaced by a "
+        f"flat_param.fully_shard: parameter {site.piece.label} was replaced by a "
         f"{type(value).__name__} after it was sharded, but the optimizer has the sharded one. The "
         "sharded one is back. Write values into it by load_state_dict, or in place under "
         "whole_params(write_back=True)."
@@ -145,7 +145,7 @@ def _replaced(site: ParamSite, value: Any) -> FlatParamError:
 def _set_requires_grad(site: ParamSite, leaf: Tensor, trainable: bool) -> None:
     if not site.part.segment.trainable:
         raise ParameterError(
-            f"flat_param.fully_shard: parameter '{site.piece.name}' was frozen when it was sharded "
+            f"flat_param.fully_shard: parameter {site.piece.label} was frozen when it was sharded "
             "and is trainable now, but frozen segments have no gradient buffers. Make it "
             "trainable before fully_shard."
         )

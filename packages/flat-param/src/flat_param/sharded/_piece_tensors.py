@@ -167,7 +167,7 @@ def outside_unit(piece: ParamPiece, where: str) -> StateError:
 
 def _refused(name: str, piece: ParamPiece) -> ParameterError:
     return ParameterError(
-        f"flat_param.fully_shard: {name} was called with parameter '{piece.name}' or its gradient, "
+        f"flat_param.fully_shard: {name} was called with parameter {piece.label} or its gradient, "
         f"but this rank has {piece.numel} of {piece.spec.numel} elements. Use the module's "
         "clip_grad_norm_ for norms, whole_params() or full_state_dict for values, unshard() to "
         "compute a loss, as_subclass(torch.Tensor) for the elements of this rank, and for "

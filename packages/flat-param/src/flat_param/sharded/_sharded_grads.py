@@ -203,7 +203,7 @@ class ShardedGrads:
         """Refuse a hook of `register_hook`, which would get a piece."""
         for index in with_grad_hook(self.owner.held.params):
             raise ParameterError(
-                f"flat_param.fully_shard: parameter '{self.owner.pieces[index].name}' has a hook "
+                f"flat_param.fully_shard: parameter {self.owner.pieces[index].label} has a hook "
                 "of register_hook, but autograd only sees unsharded parameters, so it would never "
                 "be called. Use register_post_accumulate_grad_hook, which gets this rank's piece."
             )

@@ -193,9 +193,9 @@ class ShardedParams:
             values, view = self.held.params[index].detach(), self.held.views[index]
             if values.shape != view.shape:
                 self.held.attach(index)
-                name = self.pieces[index].name
+                label = self.pieces[index].label
                 raise ParameterError(
-                    f"flat_param.fully_shard: the data of parameter '{name}' was replaced by a "
+                    f"flat_param.fully_shard: the data of parameter {label} was replaced by a "
                     f"tensor of shape {tuple(values.shape)}, but this rank's piece has "
                     f"{tuple(view.shape)}. The piece is back. Load full values by "
                     "load_state_dict, or write them under whole_params(write_back=True)."
