@@ -560,3 +560,12 @@ def test_saved_tensors_are_readable_outside_backward(xw):
     x, w = xw
     out = taped(lambda t: (t @ w).exp().sin(), x)
     assert torch.equal(out.grad_fn._saved_self, (x @ w).exp())
+
+
+def test_lstm_is_bit_identical():
+    """On CPUs its operator computes otherwise while gradients are off, as in backward."""
+    torch.manual_seed(0)
+    lstm, x = nn.LSTM(16, 16, 2), leaf(5, 4, 16)
+    params = list(lstm.parameters())
+    expected = grads(lstm(x)[0].sum(), x, *params)
+    assert same(expected, grads(taped(lambda t: lstm(t)[0].sum(), x), x, *params))

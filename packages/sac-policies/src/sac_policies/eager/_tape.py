@@ -21,6 +21,7 @@ from .._torch_compat import (
     backward_id,
     base_of,
     end_if_left,
+    hide_from_dynamo,
     in_fake_mode,
     install_dispatch,
     is_fake,
@@ -566,6 +567,7 @@ def _dispatch(
 
 
 install_dispatch(Tape, _dispatch)
+hide_from_dynamo(Tape._pack, Tape._unpack)  # a compiled function in a region calls them
 
 
 class _Current(threading.local):
