@@ -406,6 +406,7 @@ class Tape(TorchDispatchMode):
             or (tensor.requires_grad and tensor.is_leaf)
             or not (tensor.is_floating_point() or tensor.is_complex())  # it has no graph
         )
+        value: Value
         if self._unversioned and storage_of(tensor) in self._unversioned:
             with no_dispatch():
                 value = self._held(copy_of(tensor.detach()))
@@ -413,7 +414,7 @@ class Tape(TorchDispatchMode):
             held = tensor if is_itself else unseen_alias(tensor)
             inner = self._wholes.get(id(tensor)) if self._wholes else None
             if inner is not None and inner[0]() is tensor:
-                value: Value = Part(held, version, *inner[1:])
+                value = Part(held, version, *inner[1:])
                 self._holders.append(ref(value))
             else:
                 value = self._held(held, version)
