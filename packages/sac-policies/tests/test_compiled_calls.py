@@ -156,6 +156,34 @@ def test_region_leaves_module_as_it_was():
     assert vars(wrapped) == before
 
 
+@pytest.mark.parametrize("policy", [recompute_all(), save_modules("other")])
+def test_region_goes_on_after_error_of_compiled_block(policy):
+    """What runs while the error is handled belongs to the region, not to the block."""
+    block, x = compiled()
+
+    def fails(module: nn.Module, args: Any) -> None:
+        raise ValueError
+
+    block.register_forward_pre_hook(fails)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.other = block, nn.Linear(32, 32)
+
+        def forward(self, t: Tensor) -> Tensor:
+            try:
+                return self.block(t)
+            except ValueError:
+                return self.other(t).sin() * t
+
+    outer = Outer()
+    wanted = [x, outer.other.weight]
+    expected = torch.autograd.grad(outer(x).sum(), wanted)
+    found = torch.autograd.grad(checkpoint(outer, x, policy=policy).sum(), wanted)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_other_threads_run_the_module_plainly():
     """A region affects one thread; the module is restored when the last region ends."""
     block, x = compiled()

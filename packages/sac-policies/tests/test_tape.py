@@ -7,6 +7,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
 
 from sac_policies import (
     RecomputeError,
     checkpoint,
     checkpoint_name,
+    context_fn,
     first_match,
     offload,
     recompute_all,
@@ -33,7 +37,7 @@ from sac_policies import (
     save_ops,
     scoped,
 )
-from sac_policies._torch_compat import saved_tensor_hooks, storage_key
+from sac_policies._torch_compat import modes_entered, saved_tensor_hooks, storage_key
 from sac_policies.policies import save_by_index
 from sac_policies.policies._decisions import Decision
 
@@ -330,6 +334,31 @@ def test_held_error_of_nested_region_leaves_nothing():
     with pytest.raises(KeyError) as held:
         checkpoint(inner, x, policy=save_ops("aten.mm"))
     assert saved_tensor_hooks() is None
+    assert held.traceback
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        noop_context_fn,
+        context_fn(save_ops("aten.mm")),
+        lambda: (torch.autocast("cpu"), nullcontext()),
+    ],
+    ids=["hooks", "modes", "autocast"],
+)
+def test_held_error_of_checkpoints_of_torch_leaves_nothing(around):
+    """While the error is held, their hooks and modes are left too, the innermost first."""
+    x = torch.ones(2, 2, requires_grad=True)
+
+    def fail(t):
+        raise KeyError(t @ t)
+
+    inside = partial(torch_checkpoint, use_reentrant=False, context_fn=around)
+    with pytest.raises(KeyError) as held:
+        taped(partial(inside, partial(inside, fail)), x)
+    assert saved_tensor_hooks() is None
+    assert modes_entered() == 0
+    assert not torch.is_autocast_enabled("cpu")
     assert held.traceback
 
 

@@ -7,6 +7,8 @@ import operator
 import sys
 from contextlib import AbstractContextManager
 from inspect import signature
+from traceback import walk_tb
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -64,6 +66,20 @@ HOOKS_PASSED_BY: dict[str, Any] = (
     else {}
 )
 """Options with which the selective mode of torch 2.15 keeps values by itself, as older ones do."""
+
+
+def leave_checkpoints(error: BaseException) -> None:
+    """Leave the hooks and modes of torch's checkpoints that an error passed, innermost first.
+
+    Until torch 2.11 they stay entered as long as the error lives: a suspended generator leaves
+    them, and a frame of its traceback holds it.
+    """
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        if frame.f_globals is vars(_checkpoint):
+            for each in list(frame.f_locals.values()):
+                if isinstance(each, GeneratorType):
+                    each.close()
 
 
 _force = find("_C._ForceDispatchKeyGuard")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from .._torch_compat._dispatch import HOOKS_PASSED_BY
+from .._torch_compat._dispatch import HOOKS_PASSED_BY, leave_checkpoints
 from .._torch_compat._module_calls import called_at
 from ..policies._functions import is_selective, selective
 from ..policies._modules import ModulePath
@@ -102,7 +102,11 @@ def _run(
         ask = selective(region.policy)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, ask)
         options |= HOOKS_PASSED_BY
-    return checkpoint(call[0], *call[1], use_reentrant=False, **options)
+    try:
+        return checkpoint(call[0], *call[1], use_reentrant=False, **options)
+    except BaseException as error:  # the region's function may catch it and go on
+        leave_checkpoints(error)
+        raise
 
 
 def _keeps_all(region: Region) -> bool:

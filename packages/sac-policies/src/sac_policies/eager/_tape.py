@@ -29,7 +29,14 @@ from .._torch_compat import (
     pop_hooks,
     push_hooks,
 )
-from .._torch_compat._dispatch import LETS_COMPILE, finish, is_wrapper, no_dispatch, unseen_alias
+from .._torch_compat._dispatch import (
+    LETS_COMPILE,
+    finish,
+    is_wrapper,
+    leave_checkpoints,
+    no_dispatch,
+    unseen_alias,
+)
 from .._torch_compat._module_calls import compiled_in
 from ..policies._decisions import Decision
 from ..policies._modules import ModulePath
@@ -197,7 +204,11 @@ class Tape(TorchDispatchMode):
         try:
             with self, ExitStack() as until:
                 self.region.follow(until, self._named)
-                return function(*args, **kwargs)
+                try:
+                    return function(*args, **kwargs)
+                except BaseException as error:
+                    leave_checkpoints(error)  # before the tape, whose mode is below theirs
+                    raise
         except BaseException as error:
             end_if_left(self, error)
             raise
