@@ -220,3 +220,18 @@ def test_input_of_compiled_block_changed_afterwards_is_refused():
     given.mul_(2)
     with pytest.raises((MutationError, RuntimeError), match=r"changed in place|modified by"):
         result.sum().backward()
+
+
+def test_compiled_module_called_by_a_function_is_opaque():
+    torch._dynamo.reset()
+    block = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    block.compile(backend="aot_eager")
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        return block(x.sin()).exp().sum()
+
+    (expected,) = torch.autograd.grad(run(x), x)
+    for _ in range(2):
+        (found,) = torch.autograd.grad(checkpoint(run, x, policy=recompute_all()), x)
+        assert torch.equal(found, expected)

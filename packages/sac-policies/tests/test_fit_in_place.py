@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from sac_policies import BudgetError, fit_
 from sac_policies.budget import Infeasible, InPlaceFit, _fit_in_place
@@ -224,6 +225,7 @@ def test_blocks_that_nobody_calls_cannot_be_checkpointed() -> None:
         (lambda: fit_(len, ROWS, "50%"), "model <built-in function len> is a"),  # type: ignore[arg-type]
         (lambda: fit_(stack(), ROWS, "half"), "size 'half' does not parse"),
         (lambda: fit_(stack(), ROWS, 1.5), "budget 1.5 is a fraction, but"),
+        (lambda: fit_(stack(), DataLoader([1]), "50%"), "Pass next(iter(loader))"),  # type: ignore[arg-type]
         (lambda: fit_(stack(), ROWS, "50%", loss=3), "loss 3 is a int"),  # type: ignore[arg-type]
         (
             lambda: fit_(stack().requires_grad_(False), ROWS, "50%"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.testing._internal.two_tensor import TwoTensor
 
 from sac_policies import MutationError, checkpoint, recompute_all, save_ops
 
@@ -177,3 +178,37 @@ def test_write_under_hooks_that_pass_tensors_through_is_refused(options, pack):
 
     with saved_tensors_hooks(pack, unpack), pytest.raises(MutationError):
         outcome(STEPS["write"], region(options))
+
+
+@every_policy
+@pytest.mark.parametrize("write", ["whole", "view"])
+def test_wrapper_subclass_changed_after_the_region_is_refused(options, write):
+    """The versions of its inner tensors do not show the write."""
+    w = nn.Parameter(TwoTensor(torch.randn(8, 8), torch.randn(8, 8)))
+    x = TwoTensor(torch.randn(8, 8), torch.randn(8, 8))
+    out = checkpoint(lambda t: (t @ w.t() * 2).sin().cos().sum(), x, **options)
+    with torch.no_grad():
+        (w if write == "whole" else w[:2]).mul_(0.5)
+    if options["policy"] == POLICIES[0]:
+        with pytest.raises(MutationError, match="shape \\[8, 8\\]"):
+            out.backward()
+    else:
+        out.backward()
+
+
+def test_wrapper_subclass_changed_inside_the_region():
+    """Backward reads the old bits, of which the region made a copy."""
+    w = nn.Parameter(TwoTensor(torch.randn(8, 8), torch.randn(8, 8)))
+
+    def run(x: Tensor, state: Tensor) -> Tensor:
+        y = (x @ w.t() + state).sin()
+        state.mul_(2.0)
+        return (y.exp() + state).sum()
+
+    found = []
+    for call in (plainly, region(OPTIONS[0])):
+        state = TwoTensor(torch.full((8, 8), 0.1), torch.full((8, 8), 0.2))
+        x = TwoTensor(torch.ones(8, 8), torch.ones(8, 8))
+        (grad,) = torch.autograd.grad(call(run, x, state), w)
+        found.append((grad.a, grad.b))
+    assert all(map(torch.equal, *found))

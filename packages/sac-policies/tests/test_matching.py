@@ -48,6 +48,7 @@ def test_operators_of_a_library_not_yet_imported_are_accepted():
     ("given", "entry"),
     [
         ("aten::mm", "aten.mm"),
+        ("torch.ops.aten.mm", "aten.mm"),
         ("aten.mm.default", "aten.mm.default"),
         (aten.mm, "aten.mm"),
         (aten.mm.default, "aten.mm.default"),

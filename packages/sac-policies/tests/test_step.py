@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -37,13 +38,14 @@ ONE = torch.ones(1)
         (ONE, (ONE,), {}),
         ((ONE, 2), (ONE, 2), {}),
         ({"x": ONE}, (), {"x": ONE}),
+        (UserDict(x=ONE), (), {"x": ONE}),
         ([ONE], ([ONE],), {}),
         ((), (), {}),
     ],
-    ids=["one", "tuple", "dict", "list", "empty"],
+    ids=["one", "tuple", "dict", "mapping", "list", "empty"],
 )
 def test_batch_is_what_the_call_is_given(batch: Any, args: Any, kwargs: Any) -> None:
-    """A tuple or dict is unpacked; anything else is the only argument."""
+    """A tuple or mapping is unpacked; anything else is the only argument."""
     given: list[Any] = []
 
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -560,3 +561,27 @@ def test_saved_tensors_are_readable_outside_backward(xw):
     x, w = xw
     out = taped(lambda t: (t @ w).exp().sin(), x)
     assert torch.equal(out.grad_fn._saved_self, (x @ w).exp())
+
+
+def test_lstm_is_bit_identical():
+    """On CPUs its operator computes otherwise while gradients are off, as in backward."""
+    torch.manual_seed(0)
+    lstm, x = nn.LSTM(16, 16, 2), leaf(5, 4, 16)
+    params = list(lstm.parameters())
+    expected = grads(lstm(x)[0].sum(), x, *params)
+    assert same(expected, grads(taped(lambda t: lstm(t)[0].sum(), x), x, *params))
+
+
+def test_running_collective_ends_before_its_bits_are_read(xw, monkeypatch):
+    """Autograd saves an asynchronous result before an operator waits for it."""
+    x, _ = xw
+    memory = torch.zeros(8, 8)
+
+    def finish(tensor: AsyncCollectiveTensor) -> torch.Tensor:
+        memory.numpy()[...] = 2.0
+        return tensor.elem
+
+    monkeypatch.setattr(AsyncCollectiveTensor, "trigger_wait", finish)
+    made = AsyncCollectiveTensor(memory)
+    out = taped(lambda t: (t * made.view(8, 8)).sum(), x, policy=offload("aten.mul"))
+    assert torch.equal(torch.autograd.grad(out, x)[0], torch.full((8, 8), 2.0))

@@ -87,11 +87,7 @@ class CheckedWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         """Write this rank's tensors and note their checksums."""
-        try:
-            written = super().write_data(plan, planner)
-        except Exception as error:
-            # Other ranks get the error by pickle, and wait for one that does not pickle.
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        written = super().write_data(plan, planner)
         for entry in (result.storage_data for result in written.wait()):
             with (self._folder / entry.relative_path).open("rb") as file:
                 entry.checksum = _checksum_of(file, entry)

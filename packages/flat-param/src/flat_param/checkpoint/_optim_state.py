@@ -114,7 +114,7 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
         codes += [(named.param, k, v) for k, v in taken.items() if k != "step" and _is_code(v)]
     positions = iter(range(len(flat)))
     merged = [
-        {**opts, "params": [next(positions) for _ in group]}
+        {"params": [next(positions) for _ in group], **opts}
         for group, opts in zip(groups, options, strict=True)
     ]
     optimizer.load_state_dict({"state": new, "param_groups": merged})

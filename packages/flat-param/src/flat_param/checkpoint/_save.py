@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,7 @@ def save_sharded(
 
     Any number of ranks can load it, also with FSDP2. The previous checkpoint in `path` stays intact
     until all parts are on disk, and is then replaced atomically. An error on one rank is an
-    error on all. Only one job at a time may save to a path. Needs numpy, as all of torch's
-    object collectives do.
+    error on all. Only one job at a time may save to a path.
 
     Args:
         module: sharded.
@@ -114,7 +112,6 @@ def _prepare(
     world = World(module, "save_sharded")
     try:
         wait(_last)
-        import_module("numpy")  # otherwise torch's save fails on the first rank, and others wait
         units_at_rest(module)  # refuses copies that whole_params shows
         if hasattr(module, "_flat_param"):  # parameters outside of units may have other owners
             check_strays("save_sharded", module, units_below(module))
@@ -153,32 +150,66 @@ def _steps_of(module: nn.Module) -> list[int]:
 
 
 def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:
-    """Write and commit a state. Collective."""
-    from torch.distributed.checkpoint.api import CheckpointException
+    """Write and commit a state. Collective.
+
+    The steps are those of torch's `save`, which sends plans by `gather_object`: that needs numpy,
+    and hangs at an error that does not pickle.
+    """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.state_dict_saver import save
 
     from ._files import CheckedWriter
 
-    writer = CheckedWriter(path, word)
+    # If several ranks have a value, the first rank saves it.
+    writer, planner = CheckedWriter(path, word), DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    metadata: list[Any] = []
+
+    def plan() -> Any:
+        planner.set_up_planner(state, writer.storage_meta(), world.is_first)
+        writer.set_up_storage_writer(world.is_first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def divide(plans: list[Any]) -> Any:
+        divided, whole = planner.create_global_plan(plans)
+        metadata.append(whole)
+        return writer.prepare_global_plan(divided)
+
+    def write(plans: list[Any]) -> Any:
+        own = planner.finish_plan(plans[world.comm.rank])
+        return writer.write_data(own, planner).wait()
+
+    def commit(written: list[Any]) -> None:
+        if world.is_first:
+            writer.finish(metadata[0], written)
+
     try:
-        save(
-            state,
-            storage_writer=writer,
-            # If several ranks have a value, the first rank saves it.
-            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-            process_group=world.comm.group,
-        )
-    except CheckpointException as error:
-        rank, (reason, _) = min(error.failures.items())
+        plans = _on_all(world, path, plan)
+        (divided, *_) = _on_all(world, path, lambda: divide(plans) if world.is_first else None)
+        written = _on_all(world, path, lambda: write(divided))
+        # No rank returns before the checkpoint is complete.
+        _on_all(world, path, lambda: commit(written))
+    except CheckpointError:
         if world.is_first:
             writer.remove()
-        raise CheckpointError(
-            f"flat_param.save_sharded: rank {world.ranks[rank]} cannot write its part to '{path}' "
-            f"({reason}). Nothing was saved, and an earlier checkpoint "
-            "there is intact. Make room, or save to another path."
-        ) from reason
+        raise
     finally:
         state.clear()  # a traceback would keep the snapshot alive
     if world.is_first:
         writer.remove_others()
+
+
+def _on_all(world: World, path: Path, step: Callable[[], Any]) -> list[Any]:
+    """Run a step on all ranks, and return the results of all. Collective."""
+    result, failed, told = None, None, ""
+    try:
+        result = step()
+    except Exception as raised:
+        failed, told = raised, f"{type(raised).__name__}: {raised}"
+    notes = world.comm.share((result, told))
+    for rank, (_, told) in zip(world.ranks, notes, strict=True):
+        if told:
+            raise CheckpointError(
+                f"flat_param.save_sharded: rank {rank} cannot write its part to '{path}' ({told}). "
+                "Nothing was saved, and an earlier checkpoint there is intact. Make room, or save "
+                "to another path."
+            ) from failed
+    return [result for result, _ in notes]

@@ -100,6 +100,8 @@ def _complete(
                         f"{value.size} and {value.dtype} on another. Step the same optimizer on "
                         "all ranks."
                     )
+            if len(values) == len(found[name]):  # a rank that has all of them gives their order
+                found[name] = {key: found[name][key] for key in values}
     return {
         name: {
             key: state[name][key] if key in state.get(name, ()) else _empty(value, named[name])

@@ -46,7 +46,9 @@ class FlatSegment:
     """
 
     def __init__(self, plan: Segment, params: list[nn.Parameter], sync: Callable[[], None]) -> None:
-        self.plan, self.params, self._sync = plan, params, WeakMethod(sync)
+        self.plan: Segment = plan
+        self.params: list[nn.Parameter] = params
+        self._sync = WeakMethod(sync)
         whole = allocate(plan.layout, device=params[0].device)
         if whole.device.type == "cpu" and any(param.is_shared() for param in params):
             whole.share_memory_()

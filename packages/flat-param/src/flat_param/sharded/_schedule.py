@@ -300,11 +300,16 @@ class Schedule:
         """The state of a unit in the running pass; the first gradient starts a new pass."""
         current = self.backward or self._begin_backward()
         if current.failed or current.callback() is None:
-            raise StateError(
-                "flat_param.fully_shard: an exception stopped the last backward, and another one "
-                "was called without a forward. Run the forward again, or call zero_grad() of the "
-                "module."
-            )
+            # Of older gradients, a loop over the module's parameters may have cleared the leaves'.
+            parts = [part for each in self.units for part in each.parts]
+            if any(param.grad is not None for part in parts for param in part.held.params):
+                raise StateError(
+                    "flat_param.fully_shard: an exception stopped the last backward, and another "
+                    "one was called without a forward while older gradients are there. Run the "
+                    "forward again, or call zero_grad() of the module."
+                )
+            self.abandon()
+            return self._standing(unit)
         state = current.units.get(unit)
         if state is None:  # its forward had no output that leads back into it
             state = current.units[unit] = UnitBackward(unit.count_expected())

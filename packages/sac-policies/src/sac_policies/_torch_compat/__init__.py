@@ -94,13 +94,19 @@ def install_dispatch(mode: type[TorchDispatchMode], dispatch: Callable[..., Any]
     """Set `dispatch` as the mode's `__torch_dispatch__` without torch's wrapper around each call.
 
     torch wraps a `__torch_dispatch__` of the class body to hide it from dynamo, at 0.6 us a call.
-    Marking its code and everything that it calls as skipped has the same effect, once.
+    Hiding it once has the same effect.
     """
-    action = _eval_frame._FrameAction.SKIP
-    _eval_frame.set_code_exec_strategy(
-        dispatch.__code__, _eval_frame._FrameExecStrategy(action, action)
-    )
+    hide_from_dynamo(dispatch)
     mode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]  # torch reads it unbound
+
+
+def hide_from_dynamo(*functions: Any) -> None:
+    """Run functions, and all that they call, without dynamo, if compiled code calls them."""
+    action = _eval_frame._FrameAction.SKIP
+    for each in functions:
+        _eval_frame.set_code_exec_strategy(
+            each.__code__, _eval_frame._FrameExecStrategy(action, action)
+        )
 
 
 def in_func_transform() -> bool:

@@ -91,6 +91,14 @@ def unseen_alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def finish(tensor: torch.Tensor) -> None:
+    """Wait for the collective that makes a tensor, if it may still run."""
+    wait = getattr(tensor, "trigger_wait", None)  # of an AsyncCollectiveTensor
+    if wait is not None:
+        with no_dispatch():
+            wait()
+
+
 def boxed_call(op: Any) -> Any:
     """Return a function that calls an operator without its Python wrapper."""
     return getattr(op, "_op", op)

@@ -90,7 +90,7 @@ def budget_bytes(budget: Budget, *, total_bytes: int, what: str = "budget") -> i
         return _share(share, budget, total_bytes, what)
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
         raise BudgetError(
-            f"sac_policies.budget_bytes: {what} {shown(budget)} is not a size, but a {what} is "
+            f"sac_policies.budget: {what} {shown(budget)} is not a size, but a {what} is "
             'bytes (int, at least 0), a fraction (float) or text. Write for example "6 GiB" or 0.5.'
         )
     return budget
@@ -104,7 +104,7 @@ def _read(text: str) -> tuple[Fraction, str]:
 def _share(fraction: Fraction, written: Budget, total_bytes: int, what: str) -> int:
     if not 0 <= fraction <= 1:
         raise BudgetError(
-            f"sac_policies.budget_bytes: {what} {shown(written)} is a fraction, but a fraction is "
+            f"sac_policies.budget: {what} {shown(written)} is a fraction, but a fraction is "
             "between 0 and 1. Pass an int for bytes."
         )
     return int(fraction * total_bytes)

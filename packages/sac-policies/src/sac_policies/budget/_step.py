@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from .._errors import BudgetError, shown
 from .._tensors import is_accelerator, tensors_in
@@ -39,11 +40,16 @@ def check_step(model: object, loss: object) -> None:
 
 
 def check_order(batch: object, budget: object) -> None:
-    """Raise a `BudgetError` if budget and batch are in the wrong order."""
+    """Raise a `BudgetError` if budget and batch are in the wrong order, or for a loader."""
     if isinstance(batch, (str, float)) and not isinstance(budget, (str, int, float)):
         raise BudgetError(
             f"sac_policies.fit_: batch is {shown(batch)} and budget is {shown(budget)}, but the "
             f"order is model, batch, budget. Write fit_(model, batch, {batch!r})."
+        )
+    if isinstance(batch, (DataLoader, Iterator)):
+        raise BudgetError(
+            f"sac_policies.fit_: batch {shown(batch)} is a {type(batch).__name__}, but one batch "
+            "is measured. Pass next(iter(loader))."
         )
 
 
@@ -52,7 +58,8 @@ class Step:
 
     Args:
         model: on the device it trains on.
-        batch: a tuple of its arguments, a dict of its keyword arguments, or its one argument.
+        batch: a tuple of its arguments, a dict (or another mapping, such as a tokenizer's result)
+            of its keyword arguments, or its one argument.
         loss: from its output to a scalar; by default its own loss, else the sum of its tensors.
         optimizer: its state is in memory during each step.
 
@@ -74,8 +81,8 @@ class Step:
         self.model, self._optimizer = model, optimizer
         self._loss = loss or self._default_loss
         self._args = batch if isinstance(batch, tuple) else ()
-        self._kwargs = batch if isinstance(batch, dict) else {}
-        if not isinstance(batch, (tuple, dict)):
+        self._kwargs = dict(batch) if isinstance(batch, Mapping) else {}
+        if not isinstance(batch, (tuple, Mapping)):
             self._args = (batch,)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if optimizer is not None:

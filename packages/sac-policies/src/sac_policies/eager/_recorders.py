@@ -82,9 +82,11 @@ _UNDEFINED = frozenset(
         "lift_fresh",
         "_ctc_loss",
         "_cudnn_ctc_loss",
+        "mkldnn_rnn_layer",
     )
 )
-"""Not functional: their result is uninitialised, or reads past its argument."""
+"""Not functional: their result is uninitialised, reads past its argument, or depends on whether
+gradients are on."""
 _UNSAFE_VIEWS = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"))
 """Their results share memory with the argument, which the schema does not say."""
 _RESIZES = frozenset(("set_", "resize_", "resize_as_", "_resize_output_"))

@@ -21,6 +21,7 @@ from .._torch_compat import (
     backward_id,
     base_of,
     end_if_left,
+    hide_from_dynamo,
     in_fake_mode,
     install_dispatch,
     is_fake,
@@ -28,7 +29,7 @@ from .._torch_compat import (
     pop_hooks,
     push_hooks,
 )
-from .._torch_compat._dispatch import LETS_COMPILE, is_wrapper, no_dispatch, unseen_alias
+from .._torch_compat._dispatch import LETS_COMPILE, finish, is_wrapper, no_dispatch, unseen_alias
 from .._torch_compat._module_calls import compiled_in
 from ..policies._decisions import Decision
 from ..policies._modules import ModulePath
@@ -44,7 +45,7 @@ from ._masks import UNPACK, packed, takes
 from ._moved import MovedTensor, NoHostMemoryError, is_movable, leaving
 from ._observed import Observed
 from ._recorders import Recorder, Table
-from ._values import Call, Replay, Seen, Value, changed, want
+from ._values import Call, Part, Replay, Seen, Value, changed, want
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
@@ -180,6 +181,7 @@ class Tape(TorchDispatchMode):
         self.takes_fakes = in_fake_mode()
         self._replay = Replay()
         self._queued = -1
+        self._wholes: dict[int, tuple[ref[torch.Tensor], ref[torch.Tensor], int]] = {}
         self._marked: dict[int, ref[torch.Tensor]] = {}
         self._pending: list[ref[Value]] = []
         self._moved: list[ref[MovedTensor]] = []
@@ -228,6 +230,7 @@ class Tape(TorchDispatchMode):
         self._is_open = False
         self.known.clear()
         self._gone.clear()
+        self._wholes.clear()
         self._marked.clear()
         self._pending.clear()
         if leaving.region_ended():
@@ -384,6 +387,16 @@ class Tape(TorchDispatchMode):
                 if _reads_freed(value):
                     self._keep(value, tensor)
 
+    def note_wrappers(self, args: tuple[Any, ...]) -> None:
+        """Note the version of each wrapper subclass whose inner tensors a call will read."""
+        for tensor in tensors_among(args):
+            if type(tensor) in _PLAIN or not is_wrapper(tensor):
+                continue
+            base = base_of(tensor)
+            whole = tensor if base is None else base
+            for each in parts_of(tensor):
+                self._wholes[id(each)] = ref(each), ref(whole), version_of(whole)
+
     # Holding
 
     def hold(self, tensor: torch.Tensor, version: int) -> Value:
@@ -393,11 +406,18 @@ class Tape(TorchDispatchMode):
             or (tensor.requires_grad and tensor.is_leaf)
             or not (tensor.is_floating_point() or tensor.is_complex())  # it has no graph
         )
+        value: Value
         if self._unversioned and storage_of(tensor) in self._unversioned:
             with no_dispatch():
                 value = self._held(copy_of(tensor.detach()))
         else:
-            value = self._held(tensor if is_itself else unseen_alias(tensor), version)
+            held = tensor if is_itself else unseen_alias(tensor)
+            inner = self._wholes.get(id(tensor)) if self._wholes else None
+            if inner is not None and inner[0]() is tensor:
+                value = Part(held, version, *inner[1:])
+                self._holders.append(ref(value))
+            else:
+                value = self._held(held, version)
         self.note(tensor, value, version)
         if self._marked:
             marked = self._marked.get(id(tensor))
@@ -489,6 +509,8 @@ class Tape(TorchDispatchMode):
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) not in _PLAIN and is_wrapper(tensor):
+            if self.region.checks or self.records_views:
+                finish(tensor)  # before its bits are read
             return _Flattened(tensor, self._pack_part)
         seen = self.known.get(id(tensor))
         if seen is not None and seen() is tensor and seen.version == tensor._version:
@@ -554,6 +576,7 @@ def _dispatch(
             if kind is FAKE_TENSOR:
                 return func(*args, **kwargs) if kwargs else func(*args)
             if kind not in _PLAIN:
+                self.note_wrappers((*args, *(kwargs or {}).values()))
                 return NotImplemented
     if self._gone:
         self.forget_gone()
@@ -566,6 +589,7 @@ def _dispatch(
 
 
 install_dispatch(Tape, _dispatch)
+hide_from_dynamo(Tape._pack, Tape._unpack)  # a compiled function in a region calls them
 
 
 class _Current(threading.local):

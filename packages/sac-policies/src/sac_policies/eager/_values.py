@@ -77,6 +77,37 @@ class Value:
         self.held, self.version = tensor, version_of(tensor)
 
 
+class Part(Value):
+    """A held inner tensor of a wrapper subclass: only the wrapper's version shows a later write.
+
+    Attributes:
+        whole: the wrapper, or its base; None for a copy.
+        written: the wrapper's version.
+    """
+
+    __slots__ = ("whole", "written")
+
+    def __init__(
+        self, held: torch.Tensor, version: int, whole: ref[torch.Tensor], written: int
+    ) -> None:
+        super().__init__(held, version)
+        self.whole: ref[torch.Tensor] | None = whole
+        self.written = written
+
+    def now(self) -> torch.Tensor | None:
+        """Return the tensor, unless the wrapper was changed."""
+        if self.held is not None and self.whole is not None:
+            whole = self.whole()
+            if whole is not None and version_of(whole) != self.written:
+                raise changed(whole)
+        return super().now()
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Hold a copy; writes to the wrapper do not reach it."""
+        super().hold(tensor)
+        self.whole = None
+
+
 class Seen(ref[torch.Tensor]):
     """A weak reference to a tensor that has a value while it is at this version."""
 
@@ -177,7 +208,7 @@ class Item(Value):
         self.whole = None
 
 
-_VALUES = frozenset({Value, Call, Item})
+_VALUES = frozenset({Value, Part, Call, Item})
 
 
 def _read(arg: Any, made: dict[Value, torch.Tensor]) -> Any:

@@ -25,7 +25,7 @@ class Decision(enum.Enum):
     SAVE = "save"
 
     def __init__(self, word: str) -> None:
-        self.keeps = word != "recompute"
+        self.keeps: bool = word != "recompute"
 
 
 Answer = Decision | None

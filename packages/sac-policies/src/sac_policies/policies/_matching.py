@@ -51,13 +51,13 @@ def entry_of(given: OpEntry, *, where: str) -> str:
             f"sac_policies.{where}: entry {shown(given)} is a {type(given).__name__}, but an "
             f"operator is named by text or given as an object like torch.ops.aten.mm. {hint}"
         )
-    text = given.replace("::", ".")
+    text = given.replace("::", ".").removeprefix("torch.ops.")
     if text.startswith("@"):
         return group_named(text, where=where).entry
     if not _GLOB & set(text):
         if not re.fullmatch(r"\w+(\.\w+)*", text):
             raise PolicyError(
-                f"sac_policies.{where}: entry {shown(text)} is not a name, but operators have "
+                f"sac_policies.{where}: entry {shown(given)} is not a name, but operators have "
                 "letters and digits, with dots in between. Write for example 'aten.mm'."
             )
         _check_exists(text, where)

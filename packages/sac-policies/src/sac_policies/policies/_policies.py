@@ -171,7 +171,7 @@ class Combined(Policy):
             return DEPENDS
         if Decision.SAVE in found and Decision.OFFLOAD in found:
             raise ConflictError(
-                f"sac_policies.decide: operator {op} is saved by one side and offloaded by the "
+                f"sac_policies.checkpoint: operator {op} is saved by one side and offloaded by the "
                 f"other of {shown(self, 200)} (at {user_line()}), but a value is kept in one "
                 "place. Put the stronger rule first in first_match(...)."
             )
