@@ -65,6 +65,20 @@ def test_replaced_parameter_is_refused_before_a_gather() -> None:
     assert _is_free(layer)
 
 
+def test_optimizer_made_while_unsharded_is_refused() -> None:
+    """It would step a copy; one made after `reshard` trains."""
+    layer = _layer()
+    layer.unshard()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer.reshard()
+    layer(_x()).sum().backward()
+    with pytest.raises(ParameterError, match=r"was unsharded, so it would step a copy"):
+        optimizer.step()
+    before = layer.weight.detach().clone()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    assert not torch.equal(layer.weight, before)
+
+
 def test_second_gather_keeps_what_is_shown() -> None:
     """The same tensors; a parameter that replaced one is dropped at the end, as with FSDP2."""
     layer = _layer()

@@ -71,7 +71,8 @@ def test_flatten_refuses_lazy_parameters():
 @pytest.mark.parametrize("numel", [3, 80])
 def test_functional_call_refuses_a_vector_of_another_size(mlp, numel):
     """Too short or too long, before anything is computed."""
-    with pytest.raises(fp.VectorError, match=rf"shape \({numel},\), but its segment has \(72,\)"):
+    text = rf"shape \({numel},\), but segment 'float32' has \(72,\)"
+    with pytest.raises(fp.VectorError, match=text):
         fp.flatten(mlp).functional_call(torch.ones(numel), torch.ones(1, 5))
 
 

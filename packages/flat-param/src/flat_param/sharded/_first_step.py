@@ -65,7 +65,18 @@ def mark_replaced(param: Tensor, *, name: str) -> None:
     param._flat_param_replaced = name  # type: ignore[attr-defined]  # our own mark
 
 
+def mark_shown(leaf: Tensor, *, label: str) -> None:
+    """Mark a full parameter that `unshard` shows, whose updates are lost when it is resharded."""
+    leaf._flat_param_shown = label  # type: ignore[attr-defined]  # our own mark
+
+
 def _check_state(optimizer: Optimizer, param: Any) -> None:
+    if hasattr(param, "_flat_param_shown"):
+        raise ParameterError(
+            f"flat_param.fully_shard: the optimizer was made while parameter "
+            f"{param._flat_param_shown} was unsharded, so it would step a copy. Call reshard() "
+            "before the optimizer is made."
+        )
     if hasattr(param, "_flat_param_replaced"):
         raise ParameterError(
             f"flat_param.fully_shard: parameter '{param._flat_param_replaced}' was a DTensor that "

@@ -24,6 +24,7 @@ from ..comm._capturing import is_capturing
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
 from ..layout._options import UnitOptions
+from ._first_step import mark_shown
 from ._param_piece import ParamPiece
 from ._param_sites import ParamSite, ParamSites
 from ._piece_tensors import outside_unit
@@ -202,6 +203,9 @@ class Unit:
         """Set the leaves in the module between steps. Not a collective after `start_gather`."""
         self.unshard()
         self.is_shown = True
+        for part in self.parts:
+            for leaf, piece in zip(part.leaves, part.pieces, strict=True):
+                mark_shown(leaf, label=piece.label)
         self.sites.swap_in()
 
     def end_show(self) -> None:
