@@ -341,7 +341,7 @@ def test_held_error_of_nested_region_leaves_nothing():
     "around",
     [
         noop_context_fn,
-        context_fn(save_ops("aten.mm")),
+        context_fn(save_ops("aten.mul")),
         lambda: (torch.autocast("cpu"), nullcontext()),
     ],
     ids=["hooks", "modes", "autocast"],
