@@ -48,29 +48,59 @@ _BLOCK_BYTES = 1 << 20
 _COLUMNS = 2053
 
 
-def _checksum_of(file: BinaryIO, entry: Any) -> int:
-    """The checksum of a file's entry, which detects damage but not forgery.
+class _Entry(io.RawIOBase):
+    """An entry of a checkpoint's file, read at once.
 
-    In each block, columns of 2053 64-bit words are added up modulo 2**64, and the CRC goes over
-    the sums and the remaining bytes: several times faster than the CRC alone. A change of one
-    word changes its column. 2053 is prime, so swapped pages change columns.
+    Args:
+        file: where it is.
+        place: its first byte and its length.
+        before: an entry that is not needed any more, whose memory is used if it is large enough.
     """
-    file.seek(entry.offset)
-    memory = memoryview(bytearray(min(entry.length, _BLOCK_BYTES)))
-    sums = bytearray(8 * _COLUMNS)
-    found = 0
-    for start in range(0, entry.length, _BLOCK_BYTES):
-        block = memory[: entry.length - start]
-        if file.readinto(block) != len(block):  # type: ignore[attr-defined]  # binary files do
-            raise EOFError(f"the file ends before {entry.length} bytes at {entry.offset}")
-        rows = len(block) // len(sums)
-        if rows:
-            words = torch.frombuffer(block, dtype=torch.int64, count=rows * _COLUMNS)
-            out = torch.frombuffer(sums, dtype=torch.int64)
-            torch.sum(words.view(rows, _COLUMNS), dim=0, out=out)
-            found = zlib.crc32(sums, found)
-        found = zlib.crc32(block[rows * len(sums) :], found)
-    return found
+
+    def __init__(self, file: BinaryIO, place: Any, before: _Entry | None = None) -> None:
+        memory = bytearray() if before is None else before.memory
+        self.memory: bytearray = memory if len(memory) >= place.length else bytearray(place.length)
+        self._data = memoryview(self.memory)[: place.length]
+        self._at = 0
+        file.seek(place.offset)
+        if file.readinto(self._data) != place.length:  # type: ignore[attr-defined]  # binary files do
+            raise EOFError(f"the file ends before {place.length} bytes at {place.offset}")
+
+    def readinto(self, memory: Any) -> int:
+        """Copy the next bytes."""
+        found = self._data[self._at : self._at + len(memory)]
+        memory[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place, relative to the start, this place or the end."""
+        self._at = offset + (0, self._at, len(self._data))[whence]
+        return self._at
+
+    def checksum(self) -> int:
+        """A checksum that detects damage but not forgery.
+
+        In each block, columns of 2053 64-bit words are added up modulo 2**64, and the CRC goes over
+        the sums and the remaining bytes: several times faster than the CRC alone. A change of one
+        word changes its column. 2053 is prime, so swapped pages change columns.
+        """
+        sums = bytearray(8 * _COLUMNS)
+        out = torch.frombuffer(sums, dtype=torch.int64)
+        found = 0
+        for start in range(0, len(self._data), _BLOCK_BYTES):
+            block = self._data[start : start + _BLOCK_BYTES]
+            rows = len(block) // len(sums)
+            if rows:
+                words = torch.frombuffer(block, dtype=torch.int64, count=rows * _COLUMNS)
+                torch.sum(words.view(rows, _COLUMNS), dim=0, out=out)
+                found = zlib.crc32(sums, found)
+            found = zlib.crc32(block[rows * len(sums) :], found)
+        return found
 
 
 class CheckedWriter(FileSystemWriter):
@@ -88,9 +118,11 @@ class CheckedWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         """Write this rank's tensors and note their checksums."""
         written = super().write_data(plan, planner)
+        read: _Entry | None = None
         for entry in (result.storage_data for result in written.wait()):
             with (self._folder / entry.relative_path).open("rb") as file:
-                entry.checksum = _checksum_of(file, entry)
+                read = _Entry(file, entry, read)
+            entry.checksum = read.checksum()
             entry.relative_path = f"{self._folder.name}/{entry.relative_path}"
         _sync_folder(self._folder)
         return written
@@ -134,6 +166,7 @@ class CheckedReader(FileSystemReader):
         super().__init__(path)
         self._path = path
         self._checked: set[tuple[str, int]] = set()
+        self._last: _Entry | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata, unpickled with classes of torch's metadata only."""
@@ -181,16 +214,17 @@ class CheckedReader(FileSystemReader):
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         """The bytes of an entry, after its checksum was compared."""
         place = sinfo.relative_path, sinfo.offset
+        entry = self._last = _Entry(file, sinfo, self._last)
         if place not in self._checked:
             expected = getattr(sinfo, "checksum", None)  # torch's own writer adds none
-            if expected is not None and _checksum_of(file, sinfo) != expected:
+            if expected is not None and entry.checksum() != expected:
                 raise CheckpointError(
                     f"flat_param.load_sharded: '{file.name}' is damaged: {sinfo.length} bytes at "
                     f"{sinfo.offset} have another checksum than when they were saved. Load another "
                     "checkpoint."
                 )
             self._checked.add(place)
-        return super()._slice_file(file, sinfo)
+        return entry
 
 
 class _SafeLoadPlanner(DefaultLoadPlanner):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -42,7 +43,7 @@ class Extent:
         """The shape with dimensions in the order of memory."""
         return tuple(self.shape[dim] for dim in self.order)
 
-    @property
+    @cached_property
     def stride(self) -> tuple[int, ...]:
         """Strides of the full tensor in memory of that order."""
         outer = contiguous_stride(tuple(self.size[dim] for dim in self.order))

@@ -88,6 +88,7 @@ class FlatShard(DTensor):
     _extent: Extent
     _piece: Any
     _ranges: Sequence[tuple[int, int]] | None
+    _views: dict[torch.Size, Tensor] | None
 
     @staticmethod
     def __new__(
@@ -112,7 +113,7 @@ class FlatShard(DTensor):
             mesh = _mesh_of(piece.comm.group, piece.device.type)
             shard._spec = dtensor_spec(mesh, (Replicate(),), size, stride, local.dtype)
         shard._local_tensor, shard._extent = local, extent
-        shard._piece, shard._ranges = piece, ranges
+        shard._piece, shard._ranges, shard._views = piece, ranges, None
         return shard
 
     def __init__(self, *args: Any) -> None:
@@ -205,7 +206,10 @@ class FlatShard(DTensor):
 
     def _boxes(self) -> dict[torch.Size, Tensor]:
         """The rectangles of the elements, as views, by their offsets in the whole tensor."""
-        extent, back, found = self._extent, inverse(self._extent.order), {}
+        if self._views is not None:
+            return self._views
+        extent, back = self._extent, inverse(self._extent.order)
+        self._views = found = {}
         for box in boxes_between(extent.outer_shape, extent.start, extent.stop):
             at = torch.Size(
                 box.offsets[back[dim]] + base for dim, base in enumerate(extent.offsets)
