@@ -72,8 +72,7 @@ def load_sharded(
             error = raised
         except Exception as raised:
             error = _unfit(source, raised)
-        world.agree(error)
-        if len(set(world.comm.share(save_id))) > 1:
+        if len(world.agree(error, save_id)) > 1:
             raise CheckpointError(
                 f"flat_param.load_sharded: a save to '{source}' replaced the checkpoint while it "
                 "was loaded. Load again when the save is over."

@@ -43,17 +43,18 @@ class World:
         other.comm = Communicator(_checkpoint_group(self.ranks, "thread"), log=CommLog())
         return other
 
-    def agree(self, error: Exception | None) -> None:
-        """Raise on all ranks if there is an error on one. Collective."""
-        told = self.comm.share(None if error is None else str(error))
+    def agree(self, error: Exception | None, note: str = "") -> set[str]:
+        """Return the notes of all ranks; raise on all if there is an error on one. Collective."""
+        told = self.comm.share((None if error is None else str(error), note))
         if error is not None:
             raise error
-        for rank, text in zip(self.ranks, told, strict=True):
+        for rank, (text, _) in zip(self.ranks, told, strict=True):
             if text is not None:
                 raise CheckpointError(
                     f"flat_param.{self.function}: rank {rank} has failed, so nothing was done on "
                     f"any rank. Its error: {text}"
                 )
+        return {each for _, each in told}
 
 
 def _ranks_of(module: nn.Module) -> tuple[int, ...]:
