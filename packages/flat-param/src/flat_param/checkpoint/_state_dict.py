@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import StateError
+from .._torch_compat import without_torch_function
 from ..buffers._dtensors import as_dtensor, is_dtensor
 from ..layout._arguments import check_is_module
 from ..sharded._by_hand import units_at_rest
@@ -210,8 +211,13 @@ def restored_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
 
     Optimizer state is not copied, since `load_state_dict` replaces it by new tensors.
     """
-    units_at_rest(module)  # refuses copies that whole_params shows
-    before = map_tensors(module.state_dict(), partial(copied, device="cpu"))
+    units = units_at_rest(module)  # refuses copies that whole_params shows
+    pieces = [p for unit in units for part in unit.parts for p in part.held.params]
+    with without_torch_function():
+        held = [piece.detach().to("cpu", copy=True) for piece in pieces]
+    in_units = pieces_of(module)
+    state = {k: v for k, v in module.state_dict().items() if in_units.get(k) is None}
+    before = map_tensors(state, partial(copied, device="cpu"))
     has_groups = hasattr(optimizer, "param_groups")  # otherwise the block raises
     kept = (state_of(optimizer), optimizer.param_groups) if optimizer and has_groups else None
     try:
@@ -219,7 +225,10 @@ def restored_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
     except BaseException:
         if optimizer is not None and kept is not None:
             optimizer.state, optimizer.param_groups = kept
-        module.load_state_dict(before)
+        with torch.no_grad(), without_torch_function():
+            for piece, value in zip(pieces, held, strict=True):
+                piece.copy_(value)
+        module.load_state_dict(before, strict=False)
         raise
 
 
