@@ -53,7 +53,7 @@ def load_sharded(
     """
     check_is_module("load_sharded", module)
     source, world = path_of("load_sharded", path), World(module, "load_sharded")
-    with restored_on_error(module, optimizer):
+    with restored_on_error(module, optimizer) as own:
         error: Exception | None = None
         save_id = ""
         try:
@@ -61,7 +61,7 @@ def load_sharded(
             if files:
                 state = _from_files(files, module)
             else:
-                state, save_id = _from_dcp(source, module, optimizer)
+                state, save_id = _from_dcp(source, own, module, optimizer)
             if optimizer is not None and not state.get("optim"):
                 raise CheckpointError(
                     f"flat_param.load_sharded: '{source}' has no optimizer state. Load it without "
@@ -96,11 +96,11 @@ def _unfit(source: Path, error: Exception) -> CheckpointError:
 
 
 def _from_dcp(
-    source: Path, module: nn.Module, optimizer: Optimizer | None
+    source: Path, own: Mapping[str, Any], module: nn.Module, optimizer: Optimizer | None
 ) -> tuple[dict[str, Any], str]:
     """This rank's part of a checkpoint by name, and the save's identity.
 
-    The model's tensors are read in place.
+    The tensors of `own`, the module's state dict, are read in place.
     """
     from ._files import CheckedReader, read_into
 
@@ -116,7 +116,6 @@ def _from_dcp(
         )
     if not any(path[0] == "model" and len(path) > 1 for path in paths.values()):
         paths = {key: ("model", *path) for key, path in paths.items()}  # a bare state dict
-    own = module.state_dict()
     groups = [] if optimizer is None else optimizer_params(module, optimizer)
     params = {each.name: each for group in groups for each in group}
     target: dict[str, Any] = {}

@@ -206,22 +206,24 @@ def _from_first(state: Mapping[str, Any], module: nn.Module, world: World) -> Ma
 
 
 @contextmanager
-def restored_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
+def restored_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterator[dict[str, Any]]:
     """Restore parameters, buffers and optimizer state if the block raises. Not a collective.
 
-    Optimizer state is not copied, since `load_state_dict` replaces it by new tensors.
+    Gives the module's state dict. Optimizer state is not copied, since `load_state_dict` replaces
+    it by new tensors.
     """
     units = units_at_rest(module)  # refuses copies that whole_params shows
     pieces = [p for unit in units for part in unit.parts for p in part.held.params]
     with without_torch_function():
         held = [piece.detach().to("cpu", copy=True) for piece in pieces]
     in_units = pieces_of(module)
-    state = {k: v for k, v in module.state_dict().items() if in_units.get(k) is None}
-    before = map_tensors(state, partial(copied, device="cpu"))
+    own = module.state_dict()
+    beside = {name: value for name, value in own.items() if in_units.get(name) is None}
+    before = map_tensors(beside, partial(copied, device="cpu"))
     has_groups = hasattr(optimizer, "param_groups")  # otherwise the block raises
     kept = (state_of(optimizer), optimizer.param_groups) if optimizer and has_groups else None
     try:
-        yield
+        yield own
     except BaseException:
         if optimizer is not None and kept is not None:
             optimizer.state, optimizer.param_groups = kept
