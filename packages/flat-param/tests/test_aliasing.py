@@ -1,4 +1,4 @@
-"""A flattened module is flat again when its flat view is used, whatever was done to it before."""
+"""Assigned, replaced and moved parameters are in the flat buffer at its next use."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""torch's handle: values and padding, shards, what stands in the place of parameters."""
+"""FlatParamHandle: values, padding, shards, and the tensors that modules have as parameters."""
 
 import copy
 

@@ -134,7 +134,7 @@ def test_line_skips_frames_of_torch_and_this_package(file, named):
 
 
 class Region:
-    """Has saved-tensor hooks of its own, and keeps one tensor and what the hooks return."""
+    """Sets saved-tensor hooks, and keeps a tensor and the results of the hooks."""
 
     def __init__(self, module, beside):
         self.module, self.beside = module, beside

@@ -221,7 +221,7 @@ class _Profiled(Tape):
         return saved
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        """Read a value for a gradient inside the forward; a replay stands for the original."""
+        """Read a value for a gradient inside the forward; note which storage a replay restores."""
         tensor = super()._unpack(saved)
         call = saved.made_by if isinstance(saved, Value) else None
         if call is not None:
