@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from .._torch_compat._dispatch import boxed_call, is_called_by_library
 from ..policies._decisions import Decision
 from ..policies._operators import BATCH_NORMS, RNNS, STATISTICS, Facts, facts_of
+from ..policies._per_policy import PerPolicy
 from ..policies._policies import DEPENDS, Constant, Policy
 from ..policies._views import Operator
 from ._aliasing import UNVERSIONED, tensors_among, version_of
@@ -64,6 +65,9 @@ class Tape(Protocol):
         self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Count a call, and return whether the policy keeps its result."""
+
+    def mark_like(self, base: torch.Tensor, out: Any) -> None:
+        """Offload what shares memory with a tensor that is to be offloaded, in its place."""
 
     def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
         """Record nothing while FSDP gathers or frees parameters."""
@@ -233,8 +237,7 @@ class Recorder:
             return out
         version = 0
         if self.shares:
-            seen = tape.known.get(id(args[0]))
-            if (seen is None or seen.value.held is not None) and not tape.records_views:
+            if self._stays_held(tape, args[0], out):
                 return out
             version = version_of(args[0]) if self._is_view else 0
         # DTensor makes views in autograd functions.
@@ -265,14 +268,25 @@ class Recorder:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks and tape.decide(self, out, args, kwargs):
             return out
-        if self.shares:
-            seen = tape.known.get(id(args[0]))
-            if (seen is None or seen.value.held is not None) and not tape.records_views:
-                return out
+        if self.shares and self._stays_held(tape, args[0], out):
+            return out
         is_recorded = _is_grad_enabled() or self._is_view or self._is_called_by_library()
         if is_recorded and type(out) in (tuple, list):
             self._note_items(tape, args, kwargs, out)
         return out
+
+    def _stays_held(self, tape: Tape, base: torch.Tensor, out: Any) -> bool:
+        """Whether a result that shares memory is held when it is read, and not recorded.
+
+        An unsafe view has a version counter of its own, which its base does not show.
+        """
+        seen = tape.known.get(id(base))
+        if seen is not None and seen.value.held is None:
+            return False
+        if not self._is_view:
+            tape.mark_like(base, out)
+            return True
+        return not tape.records_views
 
     def _note_items(
         self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -489,18 +503,14 @@ class Table:
         runs: what runs the calls of an operator, by `id`: hashing an operator runs Python.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy, self.offloads = policy, policy.offloads
+    def __init__(self) -> None:
         self.runs: dict[int, Run] = {}
         self.recorders: dict[Operator, Recorder] = {}
 
-    def run_of(self, op: Operator) -> Run:
-        recorder = self.recorders.get(op) or Recorder(op, self.policy)
+    def run_of(self, op: Operator, policy: Policy) -> Run:
+        recorder = self.recorders.get(op) or Recorder(op, policy)
         self.recorders[op], self.runs[id(op)] = recorder, recorder.run
         return recorder.run
 
 
-@lru_cache(maxsize=256)
-def table_of(policy: Policy) -> Table:
-    """Return the table of a policy; equal policies share one."""
-    return Table(policy)
+tables = PerPolicy(Table)
