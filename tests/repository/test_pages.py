@@ -155,17 +155,14 @@ def test_main_name_that_a_package_lacks_is_an_error(pages: ModuleType) -> None:
 
 
 def test_readme_is_the_home_page(pages: ModuleType) -> None:
-    """Links lead to pages of the site; install commands name the repository if it is known."""
+    """Links lead to pages of the site, or to the repository if its address is known."""
     home = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     unknown = pages.on_page_markdown(home, config={})
-    assert "ADDRESS is that of this repository" in unknown
     assert "](docs/" not in unknown and "](out-of-memory.md)" in unknown
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", unknown)
     assert targets
     assert [name for name in targets if not (ROOT / "docs" / name).exists()] == []
     page = pages.on_page_markdown(home, config={"repo_url": "https://example.org/r/"})
-    assert "\ngit clone https://example.org/r/ torchparts && cd torchparts\n" in page
-    assert "ADDRESS" not in page
     assert "](https://example.org/r/blob/main/CONTRIBUTING.md)" in page
 
 

@@ -41,6 +41,20 @@ def problems(folder: Path, distribution: str, tag: str) -> Iterator[str]:
         yield f"{folder}/CHANGELOG.md has no dated section for {version}"
 
 
+NOT_UPLOADED = "Not uploaded yet"
+
+
+def unfinished(root: Path) -> Iterator[str]:
+    """Yield the pages that still say that nothing is uploaded, which a release makes wrong."""
+    for page in (
+        root / "README.md",
+        *root.glob("docs/**/*.md"),
+        *root.glob("packages/*/README.md"),
+    ):
+        if NOT_UPLOADED in page.read_text(encoding="utf-8"):
+            yield f"{page.relative_to(root)} says {NOT_UPLOADED!r}: take that sentence out"
+
+
 def differing(one: Path, other: Path) -> Iterator[str]:
     """Yield each file that is missing in one build or differs between the two."""
     first, second = (
@@ -58,6 +72,8 @@ def main() -> int:
     """Print each disagreement; return 1 if there are any."""
     folder, distribution, tag, *builds = sys.argv[1:]
     found = list(problems(Path(folder), distribution, tag))
+    if tag:
+        found += unfinished(release_files.ROOT)
     if builds:
         one, other = map(Path, builds)
         found += differing(one, other)

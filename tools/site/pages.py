@@ -274,9 +274,6 @@ def on_page_markdown(markdown: str, *, config: Any, **rest: Any) -> str:
     address = config.get("repo_url") or ""
     if "<!-- README.md -->" in markdown:
         markdown = markdown.replace("<!-- README.md -->", readme(address))
-    if address:
-        markdown = re.sub(r"(git clone |git\+)ADDRESS", rf"\g<1>{address}", markdown)
-        markdown = markdown.replace("  # ADDRESS is that of this repository", "")
     fillers = {
         r"README of ([\w/-]+)": lambda found: readme(address, found[1]),
         r"names of (\w+)(?:: ([\w, ]+))?": lambda found: names_page(
