@@ -5,8 +5,8 @@ and two builds are equal.
 
 Usage: python release_tag.py FOLDER DISTRIBUTION TAG [ONE OTHER]
 
-ONE and OTHER are folders with the files of two builds. An empty TAG, "", means the tag of the
-version.
+ONE and OTHER are folders with the files of two builds. With an empty TAG, "", as in a rehearsal, the
+changelog need not be dated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def problems(folder: Path, distribution: str, tag: str) -> Iterator[str]:
     if f'__version__ = "{version}"' not in init.read_text(encoding="utf-8"):
         yield f"{init} does not say __version__ = {version!r}"
     changelog = (folder / "CHANGELOG.md").read_text(encoding="utf-8")
-    if not re.search(rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE):
+    dated = rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$"
+    if tag and not re.search(dated, changelog, re.MULTILINE):
         yield f"{folder}/CHANGELOG.md has no dated section for {version}"
 
 
