@@ -5,8 +5,8 @@ and two builds are equal.
 
 Usage: python release_tag.py FOLDER DISTRIBUTION TAG [ONE OTHER]
 
-ONE and OTHER are folders with the files of two builds. With an empty TAG, "", as in a rehearsal, the
-changelog need not be dated.
+ONE and OTHER are folders with the files of two builds. With an empty TAG, "", as in a rehearsal,
+the changelog need not be dated.
 """
 
 from __future__ import annotations
