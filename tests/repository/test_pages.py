@@ -166,6 +166,18 @@ def test_readme_is_the_home_page(pages: ModuleType) -> None:
     assert "](https://example.org/r/blob/main/CONTRIBUTING.md)" in page
 
 
+def test_tables_align_numbers_and_show_bars_in_code(pages: ModuleType) -> None:
+    """A column of numbers is aligned to the right; text and given alignments stay."""
+    table = (
+        "| way | ms | note |\n|---|---|:-:|\n| `a \\| b` | 1,024.5 | 3 |\n| c | **2** to 3 | 4 |\n"
+    )
+    shown = pages.tables(f"text\n\n{table}\nmore")
+    assert "|---|---:|:-:|" in shown
+    assert "| <code>a &#124; b</code> | 1,024.5 | 3 |" in shown
+    words = "| a | b |\n|---|---|\n| 1 | two |\n| x | 2 |\n"
+    assert pages.tables(words) == words
+
+
 @pytest.mark.parametrize("part", sorted(PARTS))
 def test_page_of_a_package_begins_with_its_readme(part: str, pages: ModuleType) -> None:
     """Links are relative to the package's folder on the site."""
