@@ -3,8 +3,8 @@
 Tensors are found in tuples, lists, dicts, sets, deques and instances of classes written in Python,
 such as dataclasses and caches. Before forward each of these is copied, with an index instead of
 each tensor. An instance that has the same contents in recomputation is passed itself, so forward
-may compare it by identity. Otherwise recomputation gets a new copy, filled with the tensors. It sees
-the contents before forward, and its own changes are dropped.
+may compare it by identity. Otherwise recomputation gets a new copy, filled with the tensors. So it
+sees the contents before forward, and its own changes are dropped.
 
 Instances of classes of torch, of the standard library and of classes written in C, modules, and
 objects that cannot be copied are passed by reference.
