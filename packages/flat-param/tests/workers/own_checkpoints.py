@@ -98,7 +98,7 @@ def check_saved_and_loaded(rank: int, world: int) -> None:
 
 
 def check_save_deletes_only_what_it_replaces(rank: int, world: int) -> None:
-    """Not checkpoints inside the folder, folders of users, or files that others put into its own."""
+    """Not checkpoints inside the folder, folders of users, or files of others in its own folder."""
     path = Path(at("nested"))
     model, optimizer = trained(3)
     flat_param.save_sharded(model, path / "save-step-1000", optimizer=optimizer)

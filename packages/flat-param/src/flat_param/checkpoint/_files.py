@@ -3,9 +3,9 @@
 Note [Layout on disk]
     checkpoint/.metadata                         names every file below; replaced by a rename
     checkpoint/save-<word>/__0_0.distcp          one rank's tensors, as torch writes them
-Each save has a separate folder, so the last checkpoint is intact until `.metadata` is replaced. Then
-the files that the replaced `.metadata` names are deleted, and no others: a folder with a similar
-name may be another checkpoint. So the folder of a save that was killed stays.
+Each save has a separate folder, so the last checkpoint is intact until `.metadata` is replaced.
+Then the files that the replaced `.metadata` names are deleted, and no others: a folder with a
+similar name may be another checkpoint. So the folder of a save that was killed stays.
 
 Any torch reads the result: a checksum is an attribute of the entry in `.metadata`, and the checksum
 of `.metadata` follows its pickle, where torch does not read.
