@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -42,6 +43,16 @@ def _needed(owner: Any, name: str) -> Any:
 def default_store() -> Any:
     """The store of the default process group."""
     return _needed(dist.distributed_c10d, "_get_default_store")()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of a group's collectives; None if its backends do not tell it."""
+    for device in getattr(group, "_device_types", ()):
+        options = getattr(group._get_backend(device), "options", None)
+        found = getattr(options, "_timeout", None)
+        if isinstance(found, timedelta):
+            return found
+    return None
 
 
 def drop_default_group_arguments() -> None:
