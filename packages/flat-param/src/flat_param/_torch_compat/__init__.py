@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -112,6 +113,28 @@ def assign_grad(param: Tensor, grad: Tensor) -> None:
         param.grad = stand_in
         stand_in.data = grad
         vars(stand_in).update(vars(grad))
+
+
+def is_referenced(tensors: Sequence[Tensor], index: int, *, owns_storage: bool) -> bool:
+    """Whether more than `tensors` refers to a tensor or, if it owns its storage, to that.
+
+    Without the private name, views of it that have no reference to it are not found.
+    """
+    objects, storages = _references_of_one()
+    if sys.getrefcount(tensors[index]) > objects:
+        return True
+    return owns_storage and _storage_users(tensors[index]) > storages
+
+
+@cache
+def _references_of_one() -> tuple[int, int]:
+    alone = [torch.empty(1)]
+    return sys.getrefcount(alone[0]), _storage_users(alone[0])
+
+
+def _storage_users(tensor: Tensor) -> int:
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return 0 if count is None else int(count(tensor.untyped_storage()._cdata))
 
 
 def with_grad_hook(params: Sequence[Tensor]) -> list[int]:
