@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .._torch_compat._dispatch import boxed_call, is_called_by_library
+from .._torch_compat._switches import switches_of
 from ..policies._decisions import Decision
 from ..policies._operators import BATCH_NORMS, RNNS, STATISTICS, Facts, facts_of
 from ..policies._per_policy import PerPolicy
@@ -116,6 +117,7 @@ class Recorder:
         answer: the policy's constant answer.
         asks: whether each call is counted, and the policy is called after it.
         shares: whether its results share memory with its first argument.
+        switches: process-wide switches that choose its kernel.
         positions: of arguments that may be tensors.
         lists: positions of arguments that are lists of tensors.
         why: reason why its results are held although the policy does not keep them.
@@ -134,6 +136,7 @@ class Recorder:
         "positions",
         "run",
         "shares",
+        "switches",
         "why",
     )
 
@@ -151,6 +154,7 @@ class Recorder:
         self._short = "" if schema is None else schema.name.partition("::")[2]
         self.shares = self.facts.is_view or (self.is_aten and self._short in _UNSAFE_VIEWS)
         self._is_view = self.facts.is_view
+        self.switches = switches_of(self._short) if self.is_aten else ()
         self.positions, self.lists = _tensor_positions(schema)
         self.run, self.why = self._kind(schema)
 
@@ -436,7 +440,10 @@ class Recorder:
         named = None
         if kwargs:
             named = {name: _listed(tape, arg, inputs) for name, arg in kwargs.items()}
-        return Call(self, values, named, inputs, copies)
+        call = Call(self, values, named, inputs, copies)
+        if self.switches:
+            call.states = tuple([read() for read, _ in self.switches])
+        return call
 
     def _is_called_by_library(self) -> bool:
         return not self.is_aten and is_called_by_library(4)
@@ -451,11 +458,11 @@ class Recorder:
 class WithGradients:
     """An operator that returns what its backward needs only while gradients are on."""
 
-    __slots__ = ("call", "lists", "op", "positions", "shares")
+    __slots__ = ("call", "lists", "op", "positions", "shares", "switches")
 
     def __init__(self, recorder: Recorder) -> None:
         self.call: Callable[..., Any] = partial(_called_with_gradients, recorder.call)
-        self.op, self.shares = recorder.op, recorder.shares
+        self.op, self.shares, self.switches = recorder.op, recorder.shares, recorder.switches
         self.positions, self.lists = recorder.positions, recorder.lists
 
 

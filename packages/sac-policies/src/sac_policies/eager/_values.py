@@ -8,6 +8,7 @@ the values that backward may need.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 from weakref import ref
 
@@ -16,6 +17,7 @@ import torch
 from .._errors import MutationError
 from .._torch_compat import announced, next_node_number
 from .._torch_compat._dispatch import below_autograd, no_torch_function
+from .._torch_compat._switches import set_to
 from ._aliasing import UNVERSIONED, copy_of, version_of
 from ._guards import Guard
 
@@ -124,6 +126,7 @@ class Recorded(Protocol):
     op: Any
     call: Callable[..., Any]
     shares: bool
+    switches: tuple[Any, ...]
     positions: tuple[int, ...]
     lists: tuple[int, ...]
 
@@ -136,11 +139,22 @@ class Call(Value):
         inputs: all values among the arguments.
         items: the values of several results.
         copies: whether the operator writes to its first argument, of which each run makes a copy.
+        states: of the recorder's switches; None without any.
         number: autograd's number of the last node that the forward had created.
         wanted: whether backward may run it.
     """
 
-    __slots__ = ("args", "copies", "inputs", "items", "kwargs", "number", "recorder", "wanted")
+    __slots__ = (
+        "args",
+        "copies",
+        "inputs",
+        "items",
+        "kwargs",
+        "number",
+        "recorder",
+        "states",
+        "wanted",
+    )
 
     def __init__(
         self,
@@ -156,6 +170,7 @@ class Call(Value):
         self.recorder, self.args, self.kwargs, self.inputs = recorder, args, kwargs, inputs
         self.items: list[ref[Item] | None] | None = None
         self.copies = copies
+        self.states: tuple[Any, ...] | None = None
         self.number = next_node_number() - 1
         self.wanted = False
 
@@ -185,10 +200,12 @@ class Call(Value):
                 args[at] = _read(args[at], made)
         if self.copies:
             args[0] = copy_of(args[0])
+        call = recorder.call
         if self.kwargs:
-            kwargs = {name: _read(arg, made) for name, arg in self.kwargs.items()}
-            return announced(self.number, recorder.call, *args, **kwargs)
-        return announced(self.number, recorder.call, *args)
+            call = partial(call, **{name: _read(arg, made) for name, arg in self.kwargs.items()})
+        if self.states is not None:
+            return announced(self.number, set_to, recorder.switches, self.states, call, *args)
+        return announced(self.number, call, *args)
 
 
 class Item(Value):
