@@ -6,14 +6,14 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 from sac_policies import CONVOLUTIONS, checkpoint, recompute_all, save_ops
-from sac_policies._torch_compat._switches import set_to, switches_of
+from sac_policies._torch_compat._switches import switches_of
 
+numpy = pytest.importorskip("numpy")
 pytestmark = pytest.mark.filterwarnings(
     "ignore::sac_policies.UnmatchedEntryWarning",
     "ignore:TF32 acceleration on top of oneDNN:UserWarning",
@@ -96,15 +96,16 @@ def test_library_switched_off_around_forward_is_off_in_its_replay(policy):
     assert torch.backends.mkldnn.enabled
 
 
-def test_switches_are_set_during_a_call_only():
+@pytest.mark.parametrize("name", ["convolution", "mm", "mkldnn_rnn_layer", "scatter_add_"])
+def test_switches_are_set_during_a_call_only(name):
     """Also if it raises; each is put back to what it was."""
-    switches = switches_of("convolution")
-    before = tuple(read() for read, _ in switches)
-    other = ((not before[0][0], True), not before[1], *before[2:])
-    assert set_to(switches, other, lambda: tuple(read() for read, _ in switches)) == other
+    switches = switches_of(name)
+    before = switches.read()
+    other = (not before[0], *[not each if isinstance(each, bool) else each for each in before[1:]])
+    assert switches.set_to(other, switches.read) == other
     with pytest.raises(ZeroDivisionError):
-        set_to(switches, other, lambda: 1 // 0)
-    assert tuple(read() for read, _ in switches) == before
+        switches.set_to(other, lambda: 1 // 0)
+    assert switches.read() == before
 
 
 def without_gradients(x: Tensor) -> Tensor:

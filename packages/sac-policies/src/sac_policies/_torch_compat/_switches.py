@@ -6,43 +6,74 @@ Autocast and gradient mode are not among them: they act above the operators that
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 from . import find
 
 T = TypeVar("T")
-Switch = tuple[Callable[[], Any], Callable[[Any], None]]
-"""Reads and sets a switch."""
+States = tuple[Any, ...]
 
 _get_precision = find("_C._get_fp32_precision_getter")
 _set_precision = find("_C._set_fp32_precision_setter")
 _get_deterministic = find("_C._get_deterministic_algorithms")
 _get_warn_only = find("_C._get_deterministic_algorithms_warn_only")
 _set_deterministic = find("_C._set_deterministic_algorithms")
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return _get_deterministic(), _get_warn_only()
-
-
-_DETERMINISTIC: Switch = _deterministic, lambda now: _set_deterministic(now[0], warn_only=now[1])
+_get_mkldnn = find("_C._get_mkldnn_enabled")
+_set_mkldnn = find("_C._set_mkldnn_enabled")
+_get_cudnn = find("_C._get_cudnn_enabled")
+_set_cudnn = find("_C._set_cudnn_enabled")
 _IS_CUDA_BUILT: bool = find("backends.cuda.is_built")()
 
 
-def _flag(name: str) -> Switch:
-    return find(f"_C._get_{name}"), find(f"_C._set_{name}")
+class Switches:
+    """Switches that decide between kernels; this one: deterministic algorithms.
+
+    Reading them is part of each recorded call, so each kind has one function that reads all.
+    """
+
+    def read(self) -> States:
+        """Return the present states."""
+        return (_get_deterministic(),)
+
+    def _set(self, states: States) -> None:
+        _set_deterministic(states[0], warn_only=_get_warn_only())
+
+    def set_to(self, states: States, call: Callable[..., T], *args: Any) -> T:
+        """Call a function while the switches have given states."""
+        before = self.read()
+        if before == states:
+            return call(*args)
+        try:
+            self._set(states)
+            return call(*args)
+        finally:
+            self._set(before)
 
 
-def _precision(backend: str, work: str) -> Switch:
-    return partial(_get_precision, backend, work), partial(_set_precision, backend, work)
+class OfWork(Switches):
+    """Also those of the libraries that do one kind of work.
 
+    Args:
+        work: "matmul", "conv" or "rnn".
+    """
 
-def _switches(work: str) -> tuple[Switch, ...]:
-    found = [_DETERMINISTIC, _flag("mkldnn_enabled"), _precision("mkldnn", work)]
-    if _IS_CUDA_BUILT:
-        found += [_precision("cuda", work), _flag("cudnn_enabled"), _flag("cudnn_deterministic")]
-    return tuple(found)
+    def __init__(self, work: str) -> None:
+        self._work = work
+
+    def read(self) -> States:
+        """Return the present states."""
+        states = _get_deterministic(), _get_mkldnn(), _get_precision("mkldnn", self._work)
+        if _IS_CUDA_BUILT:
+            return (*states, _get_cudnn(), _get_precision("cuda", self._work))
+        return states
+
+    def _set(self, states: States) -> None:
+        super()._set(states)
+        _set_mkldnn(states[1])
+        _set_precision("mkldnn", self._work, states[2])
+        if _IS_CUDA_BUILT:
+            _set_cudnn(states[3])
+            _set_precision("cuda", self._work, states[4])
 
 
 _BY_WORK = {
@@ -54,33 +85,20 @@ _ACCUMULATE = """
     index_add index_put _index_put_impl _unsafe_index_put put index_copy index_reduce scatter
     scatter_add scatter_reduce cumsum bincount median kthvalue
 """
-_BY_NAME = {name: _switches(work) for work, names in _BY_WORK.items() for name in names.split()}
-_BY_NAME |= dict.fromkeys(_ACCUMULATE.split(), (_DETERMINISTIC,))
-_ATTENTION = _switches("matmul")
+_OF_WORK = {work: OfWork(work) for work in _BY_WORK}
+_BY_NAME: dict[str, Switches] = {
+    name: _OF_WORK[work] for work, names in _BY_WORK.items() for name in names.split()
+}
+_BY_NAME |= dict.fromkeys(_ACCUMULATE.split(), Switches())
 
 
-def switches_of(name: str) -> tuple[Switch, ...]:
+def switches_of(name: str) -> Switches | None:
     """Return the switches that an operator of aten reads, by its name without overload.
 
     Example:
-        >>> len(switches_of("scatter_add_")), switches_of("sin")
-        (1, ())
+        >>> switches_of("scatter_add_").read(), switches_of("sin")
+        ((False,), None)
     """
     if name.startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention")):
-        return _ATTENTION
-    return _BY_NAME.get(name.rstrip("_"), ())
-
-
-def set_to(
-    switches: tuple[Switch, ...], states: tuple[Any, ...], call: Callable[..., T], *args: Any
-) -> T:
-    """Call a function while switches have given states."""
-    before = [read() for read, _ in switches]
-    changed = [at for at, state in enumerate(states) if before[at] != state]
-    try:
-        for at in changed:
-            switches[at][1](states[at])
-        return call(*args)
-    finally:
-        for at in changed:
-            switches[at][1](before[at])
+        return _OF_WORK["matmul"]
+    return _BY_NAME.get(name.rstrip("_"))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._torch_compat import FAKE_TENSOR
+from .._torch_compat._switches import Switches
 from ._aliasing import is_dense
 
 LEAST_ELEMENTS = 1024
@@ -23,7 +24,7 @@ class _Unpack:
         self.op = "the bits of a mask"
         self.call = call
         self.shares = False
-        self.switches: tuple[Any, ...] = ()
+        self.switches: Switches | None = None
         self.positions: tuple[int, ...] = (0,)
         self.lists: tuple[int, ...] = ()
 

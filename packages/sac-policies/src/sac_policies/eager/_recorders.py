@@ -154,7 +154,7 @@ class Recorder:
         self._short = "" if schema is None else schema.name.partition("::")[2]
         self.shares = self.facts.is_view or (self.is_aten and self._short in _UNSAFE_VIEWS)
         self._is_view = self.facts.is_view
-        self.switches = switches_of(self._short) if self.is_aten else ()
+        self.switches = switches_of(self._short) if self.is_aten else None
         self.positions, self.lists = _tensor_positions(schema)
         self.run, self.why = self._kind(schema)
 
@@ -241,7 +241,8 @@ class Recorder:
             return out
         version = 0
         if self.shares:
-            if self._stays_held(tape, args[0], out):
+            seen = tape.known.get(id(args[0]))
+            if (seen is None or seen.value.held is not None) and self._stays_held(tape, args, out):
                 return out
             version = version_of(args[0]) if self._is_view else 0
         # DTensor makes views in autograd functions.
@@ -272,25 +273,24 @@ class Recorder:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks and tape.decide(self, out, args, kwargs):
             return out
-        if self.shares and self._stays_held(tape, args[0], out):
-            return out
+        if self.shares:
+            seen = tape.known.get(id(args[0]))
+            if (seen is None or seen.value.held is not None) and self._stays_held(tape, args, out):
+                return out
         is_recorded = _is_grad_enabled() or self._is_view or self._is_called_by_library()
         if is_recorded and type(out) in (tuple, list):
             self._note_items(tape, args, kwargs, out)
         return out
 
-    def _stays_held(self, tape: Tape, base: torch.Tensor, out: Any) -> bool:
-        """Whether a result that shares memory is held when it is read, and not recorded.
+    def _stays_held(self, tape: Tape, args: tuple[Any, ...], out: Any) -> bool:
+        """Whether a result that shares memory of a held tensor is held itself, if it is read.
 
         An unsafe view has a version counter of its own, which its base does not show.
         """
-        seen = tape.known.get(id(base))
-        if seen is not None and seen.value.held is None:
-            return False
-        if not self._is_view:
-            tape.mark_like(base, out)
-            return True
-        return not tape.records_views
+        if self._is_view:
+            return not tape.records_views
+        tape.mark_like(args[0], out)
+        return True
 
     def _note_items(
         self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -441,8 +441,8 @@ class Recorder:
         if kwargs:
             named = {name: _listed(tape, arg, inputs) for name, arg in kwargs.items()}
         call = Call(self, values, named, inputs, copies)
-        if self.switches:
-            call.states = tuple([read() for read, _ in self.switches])
+        if self.switches is not None:
+            call.states = self.switches.read()
         return call
 
     def _is_called_by_library(self) -> bool:

@@ -15,9 +15,9 @@ from weakref import ref
 import torch
 
 from .._errors import MutationError
-from .._torch_compat import announced, next_node_number
+from .._torch_compat import announced, is_measured, next_node_number
 from .._torch_compat._dispatch import below_autograd, no_torch_function
-from .._torch_compat._switches import set_to
+from .._torch_compat._switches import States, Switches
 from ._aliasing import UNVERSIONED, copy_of, version_of
 from ._guards import Guard
 
@@ -126,7 +126,7 @@ class Recorded(Protocol):
     op: Any
     call: Callable[..., Any]
     shares: bool
-    switches: tuple[Any, ...]
+    switches: Switches | None
     positions: tuple[int, ...]
     lists: tuple[int, ...]
 
@@ -170,7 +170,7 @@ class Call(Value):
         self.recorder, self.args, self.kwargs, self.inputs = recorder, args, kwargs, inputs
         self.items: list[ref[Item] | None] | None = None
         self.copies = copies
-        self.states: tuple[Any, ...] | None = None
+        self.states: States | None = None
         self.number = next_node_number() - 1
         self.wanted = False
 
@@ -204,8 +204,9 @@ class Call(Value):
         if self.kwargs:
             call = partial(call, **{name: _read(arg, made) for name, arg in self.kwargs.items()})
         if self.states is not None:
-            return announced(self.number, set_to, recorder.switches, self.states, call, *args)
-        return announced(self.number, call, *args)
+            assert recorder.switches is not None, "a call has states of switches"
+            call = partial(recorder.switches.set_to, self.states, call)
+        return announced(self.number, call, *args) if is_measured() else call(*args)
 
 
 class Item(Value):
@@ -293,10 +294,9 @@ class Replay:
             self._backward = backward
         tensor = value.now()
         if tensor is None:
-            if isinstance(value, Call) and _is_ready(value):
-                tensor = announced(-1, self._made_at_once, value, caches)
-            else:
-                tensor = announced(-1, self._made, value, caches)
+            at_once = isinstance(value, Call) and _is_ready(value)
+            make: Callable[..., torch.Tensor] = self._made_at_once if at_once else self._made
+            tensor = announced(-1, make, value, caches) if is_measured() else make(value, caches)
         value.reads += 1
         if value.reads >= value.readers:
             value.cached, value.reads = None, 0
