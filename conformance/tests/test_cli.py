@@ -104,8 +104,6 @@ def test_trace_leads_from_every_source_test_to_cases(capsys):
         (["run", "--impl", "torch", "--explain", "MT-999"], "--explain 'MT-999' is unknown"),
         (["run", "--jobs", "0", "--impl", "torch"], "--jobs is 0"),
         (["run", "--case-limit", "x"], "invalid float value: 'x'"),
-        (["recheck", "x"], "entry 'x' cannot be read"),
-        (["submit", "none.json"], "the following arguments are required"),
         (["verify", "none.json"], "report 'none.json' cannot be read: No such file"),
         (["nothing"], "invalid choice: 'nothing'"),
     ],
@@ -199,16 +197,15 @@ def _without_numbers(line: str) -> str:
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not DOCS.exists(), reason="only in the repository")
-def test_listing_page_leads_to_an_entry(command, tmp_path, monkeypatch):
-    shutil.copytree(ROOT / "docs/examples/adapter", tmp_path / "my-tracker")
-    info = tmp_path / "my-tracker/my_tracker-1.0.dist-info"
+def test_template_gives_the_badge_that_its_readme_promises(command, tmp_path):
+    template = tmp_path / "my-tracker"
+    shutil.copytree(ROOT / "docs/examples/adapter", template)
+    info = template / "my_tracker-1.0.dist-info"
     _report.write(info / "METADATA", "Name: my-tracker\nVersion: 1.0\n")
     point = "[torchparts.conformance]\nmy-tracker = my_tracker_adapter:implementation\n"
     _report.write(info / "entry_points.txt", point)
-    path = os.pathsep.join([str(tmp_path / "my-tracker"), str(PACKAGE.parent)])
-    typed = commands(DOCS / "be-listed.md")
-    assert [arguments[0] for arguments, _, _ in typed] == ["run", "submit", "recheck"]
-    for arguments, _, _ in typed:
-        command(arguments, {"PYTHONPATH": path})
-    (listed,) = tmp_path.glob("**/registry/my-tracker-1.0.toml")
-    assert re.search(r"core (\d+) of \1 \| cpu", listed.read_text())
+    path = os.pathsep.join([str(template), str(PACKAGE.parent)])
+    ((arguments, _, _),) = commands(template / "README.md")
+    command(arguments, {"PYTHONPATH": path})
+    badge = (tmp_path / "results/badge-mod-tracker.svg").read_text()
+    assert re.search(r"core (\d+) of \1 \| cpu", badge)

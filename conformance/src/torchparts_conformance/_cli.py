@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from torchparts_conformance import (
     _adapters,
     _known_failures,
-    _listing,
     _mutation,
     _options,
     _report,
@@ -98,9 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _clear(folder: Path) -> None:
     """Remove the output files of an earlier run, so that they are not mistaken for new ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("report.json", "summary.txt", "badge-*"):
-        for path in folder.glob(name):
-            path.unlink()
+    badges = [f"badge-{area}.{suffix}" for area in AREAS for suffix in ("json", "svg")]
+    for name in ("report.json", "summary.txt", *badges):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _jobs(arguments: argparse.Namespace) -> int:
@@ -207,23 +206,6 @@ def verify(arguments: argparse.Namespace) -> int:
     return fail(found, NOT_CONFORMANT)
 
 
-def submit(arguments: argparse.Namespace) -> int:
-    """Write the entry of an implementation for the public list, from its report."""
-    report = _report.read(arguments.report)
-    entry = _listing.new(report, contact=arguments.contact, source=arguments.source)
-    path = _listing.submit(entry, arguments.to)
-    say(f"{path} is ready. Open a pull request that adds it.")
-    return CONFORMANT
-
-
-def recheck(arguments: argparse.Namespace) -> int:
-    """Run an entry of the public list again, and compare the results."""
-    found = _listing.recheck(arguments.entry, install=arguments.install, jobs=_jobs(arguments))
-    if not found:
-        say(f"{arguments.entry.name}: the second run agrees")
-    return fail(found, NOT_CONFORMANT)
-
-
 def publish(arguments: argparse.Namespace) -> int:
     """Add reports to the results file of the site."""
     reports = [(path, _report.read(path)) for path in arguments.reports]
@@ -314,15 +296,6 @@ def _parser() -> argparse.ArgumentParser:
     option("--impl", help="the implementation to run again")
     option("--sample", type=int, default=20, help="requirements to run again; default: 20")
     option("--seed", type=int, help="of the sample; default: a random one")
-    add_jobs(option)
-    option = add(submit)
-    option("report", type=Path)
-    option("--contact", required=True, help="https or mail address of a maintainer")
-    option("--source", required=True, help="https address of the repository")
-    option("--to", type=Path, required=True, help="folder of the list")
-    option = add(recheck)
-    option("entry", type=Path, help="file of one implementation and version")
-    option("--install", action="store_true", help="install its distributions with pip first")
     add_jobs(option)
     option = add(publish)
     option("results", type=Path, help="the results file")

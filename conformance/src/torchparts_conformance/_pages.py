@@ -1,13 +1,11 @@
-"""Markdown pages of the site: requirements, results and the public list."""
+"""Markdown pages of the site: requirements and results."""
 
 from __future__ import annotations
 
-import re
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
-from torchparts_conformance import _listing, _report, _results
+from torchparts_conformance import _report, _results
 from torchparts_conformance._results import Result
 from torchparts_conformance.requirements._areas import AREAS, folder_of, profile_order
 from torchparts_conformance.requirements._cases import (
@@ -151,39 +149,3 @@ def _cells(
         ran = any(result.outcomes.get(id) == "pass" for id in ids)
         if failed or ran:
             yield f"- {_title(result)}: {links or 'none'}"
-
-
-_LIST_HEAD = """# Listed implementations
-
-Implementations whose maintainers [asked to be listed](../be-listed.md). A workflow ran each of them
-again with these results.
-
-"""
-_LIST_TABLE = """| implementation | results | torch | suite | run on | contact |
-|---|---|---|---|---|---|
-"""
-
-
-def list_page(folder: Path) -> str:
-    """Return the page of all list entries in a folder.
-
-    Raises:
-        ReportError: an entry cannot be read.
-    """
-    entries = [_listing.read(path) for path in sorted(folder.glob("*.toml"))]
-    if not entries:
-        return f"{_LIST_HEAD}There are none yet.\n"
-    return _LIST_HEAD + _LIST_TABLE + "".join(map(_list_row, entries))
-
-
-def _list_row(entry: Mapping[str, str | Mapping[str, str]]) -> str:
-    texts = {word: markdown(text) for word, text in entry.items() if isinstance(text, str)}
-    results = entry["results"]
-    assert isinstance(results, Mapping)
-    shown = "<br>".join(f"{markdown(a)}: {markdown(text)}" for a, text in results.items())
-    contact = texts["contact"]
-    if re.match("https:", str(entry["contact"])):
-        contact = f"[{contact}]({entry['contact']})"
-    who = f"[{texts['name']} {texts['version']}]({entry['source']})"
-    cells = (who, shown, texts["torch"], texts["suite"], texts["date"], contact)
-    return f"| {' | '.join(cells)} |\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx.traceback
@@ -21,6 +21,7 @@ from ._storages import storage_bytes as storage_bytes
 from ._storages import storage_key as storage_key
 from ._storages import storage_under as storage_under
 
+T = TypeVar("T")
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -45,6 +46,8 @@ pop_hooks: Callable[[], None] = find("_C._autograd._pop_saved_tensors_default_ho
 """Leave the saved-tensor hooks that were entered last."""
 backward_id: Callable[[], int] = find("_C._current_graph_task_id")
 """Number of the running backward, -1 outside of backward."""
+next_node_number: Callable[[], int] = find("_C._autograd._get_sequence_nr")
+"""Number of the next autograd node of this thread."""
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = find(
     "_C._autograd._unsafe_set_version_counter"
 )
@@ -158,39 +161,26 @@ def in_fake_mode() -> bool:
     return _mode_of(_MODE_KEYS.FAKE) is not None
 
 
-def post_accumulate_hooks(leaf: torch.Tensor) -> dict[int, Any] | None:
-    """Return the hooks of a leaf's `register_post_accumulate_grad_hook`; None without any."""
-    return leaf._post_accumulate_grad_hooks
+is_measured: Callable[[], Any] = functools.partial(
+    vars(find("autograd.graph")).get, "recompute_callbacks"
+)
+"""Whether someone wants to know of recomputation; see `announced`."""
 
 
-def set_post_accumulate_hooks(leaf: torch.Tensor, hooks: dict[int, Any]) -> None:
-    """Replace the hooks of a leaf's `register_post_accumulate_grad_hook`."""
-    leaf._post_accumulate_grad_hooks = hooks
+def announced(number: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a function that repeats a forward, and say so to those who measure.
 
+    They put their functions into `torch.autograd.graph.recompute_callbacks`. Each is called with
+    the number here, and with None at the end.
 
-def optimizers_in_backward(parameter: torch.Tensor) -> list[Any]:
-    """Return the optimizers that `apply_optimizer_in_backward` made for a parameter."""
-    found: list[Any] = getattr(parameter, "_in_backward_optimizers", [])
-    return found
-
-
-def set_optimizers_in_backward(parameter: torch.Tensor, optimizers: list[Any]) -> None:
-    """Replace the optimizers that `apply_optimizer_in_backward` made for a parameter."""
-    parameter._in_backward_optimizers = optimizers  # type: ignore[attr-defined]
-
-
-def graph_leaves(result: torch.Tensor) -> list[torch.Tensor]:
-    """Return the leaves that a backward from `result` gives gradients to."""
-    found, waiting = list[torch.Tensor](), [result.grad_fn]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        if type(node).__name__ == "AccumulateGrad":
-            found.append(node.variable)  # type: ignore[attr-defined]  # of this class
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                waiting.append(below)
-    return [result] if result.grad_fn is None and result.requires_grad else found
+    Args:
+        number: autograd's number of a node that the code created in the forward; -1 if unknown.
+    """
+    callbacks = getattr(torch.autograd.graph, "recompute_callbacks", ())
+    for callback in callbacks:
+        callback(number)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        for callback in callbacks:
+            callback(None)

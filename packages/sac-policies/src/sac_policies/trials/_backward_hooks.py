@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._errors import BudgetError
-from .._torch_compat import (
+from .._torch_compat._gradients import (
     optimizers_in_backward,
     post_accumulate_hooks,
     set_optimizers_in_backward,

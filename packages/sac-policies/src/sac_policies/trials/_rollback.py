@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch_compat import graph_leaves, set_versions
+from .._torch_compat import set_versions
+from .._torch_compat._gradients import graph_leaves
 from .._torch_compat._module_calls import compiled_in
 from ._backward_hooks import HooksOff, no_optimizer_steps
 from ._generators import Generators
