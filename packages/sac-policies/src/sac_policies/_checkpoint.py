@@ -15,7 +15,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ._errors import EngineError, PolicyError, shown
 from ._torch_compat import in_func_transform, is_traced
 from .compiled._tags import tags
-from .eager import _run as tape
+from .eager import _region as region
 from .eager import _second_forward as second_forward
 from .eager._parted import parted
 from .policies._functions import PolicyLike, as_policy, is_selective, selective
@@ -75,13 +75,14 @@ def checkpoint(
         return torch_checkpoint(function, *args, **kwargs)
     if torch.compiler.is_compiling():
         return _run_traced(function, args, kwargs, _for_compiler(policy))
-    policy = as_policy(policy)
+    if not isinstance(policy, Policy):
+        policy = as_policy(policy)
     if kwargs or in_func_transform():
         check_call(function, kwargs, where="checkpoint")
     if is_traced():
         return _run_traced(function, args, kwargs, functools.partial(tags, policy))
     own = own_arguments(kwargs) if kwargs else {}
-    return tape.run(function, args, own, policy, kwargs.get("determinism_check", "default"))
+    return region.run(function, args, own, policy, kwargs.get("determinism_check", "default"))
 
 
 def _run_traced(

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -38,89 +38,26 @@ from .._torch_compat._dispatch import (
     no_dispatch,
     unseen_alias,
 )
-from .._torch_compat._module_calls import compiled_in
 from ..policies._decisions import Decision
-from ..policies._modules import ModulePath
-from ..policies._names import NAME_OP, listening
+from ..policies._names import NAME_OP
 from ..policies._operators import facts_of
-from ..policies._policies import DEPENDS, Policy
-from ..policies._unmatched import Watch
-from ..policies._views import Operator, OpView, RegionSummary
+from ..policies._policies import DEPENDS
+from ..policies._views import Operator
 from ._aliasing import UNVERSIONED, copy_of, storage_of, tensors_among, version_of
-from ._compiled_calls import follow_compiled
 from ._fsdp import Ranges
 from ._guards import Guard
 from ._masks import UNPACK, packed, takes
 from ._moved import MovedTensor, NoHostMemoryError, is_movable, leaving
-from ._observed import Observed
-from ._recorders import Recorder, Run, Table
+from ._recorders import Recorder, Run
 from ._values import Known, OpCall, Part, Replay, Value, changed, want
+
+if TYPE_CHECKING:
+    from ._region import Region
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 SMALL_BYTES = 2**14
 """Size up to which a region copies a tensor that code outside of regions may write to."""
-
-
-class Region:
-    """One call of a function under one policy.
-
-    Attributes:
-        watch: names and operators of the policy's regions so far.
-        calls: number of calls of each operator that the policy is asked about, by `id`, because
-            hashing an operator runs Python.
-        checks: whether replays are compared with the bits of the forward.
-        labels: names given to tensors.
-        kept: whether the policy kept a value by an answer to one call.
-        inside: operators of nested regions.
-        path: the running module, if the policy reads modules.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        table: Table,
-        watch: Watch,
-        root: nn.Module | None,
-        checks: bool,
-        observer: Observed | None = None,
-    ) -> None:
-        self.policy, self.table, self.watch, self.checks = policy, table, watch, checks
-        self.calls: dict[Any, int] = {}
-        self.labels: set[str] = set()
-        self.kept = False
-        self.inside: set[Operator] = set()
-        self.path = ModulePath(root) if policy.reads_modules else None
-        # Up to torch 2.9 compiled code runs eagerly under a dispatch mode.
-        self.compiled = compiled_in(root) if LETS_COMPILE and root is not None else []
-        self.observer = observer
-
-    def view(
-        self,
-        op: Operator,
-        index: int,
-        out: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        label: str | None = None,
-    ) -> OpView:
-        module = "" if self.path is None else self.path.now
-        return OpView(op, index, out, args, kwargs, module, label)
-
-    def follow(self, until: ExitStack, named: Callable[[torch.Tensor, str], None]) -> None:
-        """Follow compiled modules, and modules and names if the policy reads them."""
-        if self.path is not None:
-            self.path.follow(until)
-        if self.policy.reads_names:
-            until.enter_context(listening(named))
-        if self.compiled:
-            follow_compiled(self.compiled, self, until)
-
-    def seen(self) -> RegionSummary:
-        """Summarize the region, to find entries of the policy that match nothing."""
-        calls = {op: self.calls.get(id(op), 0) for op in (*self.inside, *self.table.recorders)}
-        paths = frozenset() if self.path is None else self.path.known
-        return RegionSummary(calls, frozenset(self.labels), paths, self.kept)
 
 
 class _Flattened:
@@ -253,7 +190,7 @@ class Tape(TorchDispatchMode):
         self._wholes.clear()
         self._marked.clear()
         self._pending.clear()
-        if leaving.region_ended():
+        if self._moved and leaving.region_ended():
             self._earlier, leaving.region = leaving.region, ref(self)
         if self.region.observer is not None:
             self.region.observer.ended(self._holders)
@@ -611,9 +548,9 @@ class Tape(TorchDispatchMode):
         return self._pack(tensor)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        watch = self.region.watch
-        if watch.missing and not watch.running:
-            raise watch.error()
+        use = self.region.use
+        if use.missing and not use.running:
+            raise use.error()
         if type(saved) is _Flattened:
             return saved.restored(self._unpack)
         with self._lock:

@@ -30,13 +30,14 @@ _MOST_SAID = 8
 _CALL = re.compile(r"(.+)\[\d+\]")
 
 
-class Watch:
+class PolicyUse:
     """Names and operators that the regions of one policy had so far.
 
     Attributes:
         open: whether `forward_ended` must be called.
         missing: names of the policy that no region had.
-        running: number of regions that run now; they may still have a missing name.
+        running: an entry for each region that runs now, in any thread; they may still have a
+            missing name.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class Watch:
         self._traced: set[frozenset[str]] = set()
         self.open = True
         self.missing: tuple[Missing, ...] = ()
-        self.running = 0
+        self.running: list[None] = []
 
     def is_new(self, function: object) -> bool:
         """Whether no forward of this function has ended yet."""
@@ -105,7 +106,7 @@ class Watch:
             )
 
 
-watches = PerPolicy(Watch)
+uses = PerPolicy(PolicyUse)
 
 
 def subject_of(function: object) -> object:
