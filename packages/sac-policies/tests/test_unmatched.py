@@ -234,7 +234,7 @@ def test_models_are_not_held(x):
         gone = weakref.ref(stack)
         del stack
         assert gone() is None
-    assert uses.of(policy)._known == {}
+    assert uses.of(policy).known == {}
 
 
 @pytest.mark.parametrize(

@@ -508,10 +508,15 @@ class Table:
     """The recorders of one policy, made as operators appear.
 
     Attributes:
+        offloads: whether the policy offloads.
+        reads_modules: whether it reads modules.
+        reads_names: whether it reads names of tensors.
         runs: what runs the calls of an operator, by `id`: hashing an operator runs Python.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy) -> None:
+        self.offloads = policy.offloads
+        self.reads_modules, self.reads_names = policy.reads_modules, policy.reads_names
         self.runs: dict[int, Run] = {}
         self.recorders: dict[Operator, Recorder] = {}
 

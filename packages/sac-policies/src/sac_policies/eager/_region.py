@@ -51,7 +51,7 @@ class Region:
         self.labels: set[str] = set()
         self.kept = False
         self.inside: set[Operator] = set()
-        self.path = ModulePath(root) if policy.reads_modules else None
+        self.path = ModulePath(root) if table.reads_modules else None
         # Up to torch 2.9 compiled code runs eagerly under a dispatch mode.
         self.compiled = compiled_in(root) if LETS_COMPILE and root is not None else []
         self.observer = observer
@@ -72,7 +72,7 @@ class Region:
         """Follow compiled modules, and modules and names if the policy reads them."""
         if self.path is not None:
             self.path.follow(until)
-        if self.policy.reads_names:
+        if self.table.reads_names:
             until.enter_context(listening(named))
         if self.compiled:
             follow_compiled(self.compiled, self, until)
@@ -109,11 +109,12 @@ def run(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     use = uses.of(policy)
-    is_new = use.is_new(function)
+    root = function if isinstance(function, nn.Module) else root_of(function)
+    is_new = use.is_new(function) if root is None else id(root) not in use.known
     checks = check == "bits" or (is_new and check == "default")
     # In the first forward, a new table lists only the operators of this region, for warnings.
-    table = Table() if is_new else tables.of(policy)
-    region = Region(policy, table, use, root_of(function), checks, observer)
+    table = Table(policy) if is_new else tables.of(policy)
+    region = Region(policy, table, use, root, checks, observer)
     hooks = saved_tensor_hooks()
     tape = tape_here(hooks)
     use.running.append(None)

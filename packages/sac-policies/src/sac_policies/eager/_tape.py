@@ -117,7 +117,7 @@ class Tape(TorchDispatchMode):
         self._runs = region.table.runs
         self._outer = outer
         # Hooks around the region store each value once, and a view keeps its base on the device.
-        self.records_views = outer is not None or region.policy.offloads
+        self.records_views = outer is not None or region.table.offloads
         self._is_open = True
         self.known: dict[int, Known] = {}
         self._gone: list[Known] = []
@@ -125,7 +125,7 @@ class Tape(TorchDispatchMode):
         self._holders: list[ref[Value]] = []
         self._small: list[ref[Value]] = []
         self._storages: set[int | None] | None = None
-        self._ranges = Ranges()
+        self._ranges: Ranges | None = None
         self._is_away = False
         self._unversioned: set[int | None] = set()
         self.takes_fakes = in_fake_mode()
@@ -166,7 +166,7 @@ class Tape(TorchDispatchMode):
         """Call the function of a nested region under its own policy."""
         before = self.region
         self.region, self._runs = region, region.table.runs
-        self.records_views |= region.policy.offloads
+        self.records_views |= region.table.offloads
         try:
             with ExitStack() as until:
                 region.follow(until, self._named)
@@ -368,6 +368,8 @@ class Tape(TorchDispatchMode):
 
     def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
         """Record nothing while FSDP gathers or frees parameters."""
+        if self._ranges is None:
+            self._ranges = Ranges()
         self._ranges.follow(op, args)
         was_away, self._is_away = self._is_away, self._ranges.inside
         if was_away and not self._is_away:
