@@ -11,15 +11,13 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from torchparts_conformance import Implementation, NotProvided
+from torchparts_conformance import Implementation
 
 _NO_POLICIES = "torch-remat decides by regions of source code, not by operators"
 _module: Any = import_module("torch_remat")
 
 
 def _checkpoint(function: Callable[..., Any], *args: Any, policy: Any = None, **kwargs: Any) -> Any:
-    if policy is not None:
-        raise NotProvided("torch-remat has no policies over operators")
     kwargs.pop("use_reentrant", None)  # it has one implementation only
     return _module.checkpoint(region_name="case")(function)(*args, **kwargs)
 

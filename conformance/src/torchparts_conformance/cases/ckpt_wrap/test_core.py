@@ -346,7 +346,10 @@ def test_wrapper_classes_and_the_name_of_the_inner_module(part, device):
         "`apply_activation_checkpointing` with a `check_fn` MUST wrap every selected module "
         "below the root, and not the root."
     ),
-    rationale="documented behaviour of the function that the source's tests import",
+    source=(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing"
+    ),
+    quote="This function will not wrap the overall root module",
     since="0.1.0",
     profile="core",
 )
@@ -376,7 +379,10 @@ def test_apply_never_wraps_the_root(part, device):
         "`apply_activation_checkpointing` MUST accept a ModuleWrapPolicy and wrap the modules of "
         "its classes."
     ),
-    rationale="documented behaviour of the function that the source's tests import",
+    source=(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing"
+    ),
+    quote="A policy to wrap model's submodules with AC",
     since="0.1.0",
     profile="core",
 )
@@ -393,7 +399,8 @@ def test_apply_with_module_wrap_policy(part, device):
     "CW-015",
     level="MUST",
     text="Options that a CustomPolicy returns for a module MUST reach the wrapper of that module.",
-    rationale="documented behaviour of CustomPolicy",
+    source="torch.distributed.fsdp.wrap.CustomPolicy",
+    quote="the dictionary overrides the root's kwargs",
     since="0.1.0",
     profile="core",
 )
@@ -422,7 +429,7 @@ def test_apply_with_custom_policy_options(part, device):
     ),
     rationale="the source's error contract",
     since="0.1.0",
-    profile="core",
+    profile="robust",
 )
 def test_apply_with_an_invalid_policy(part, device):
     """The message has torch's sentence."""
@@ -434,7 +441,8 @@ def test_apply_with_an_invalid_policy(part, device):
     "CW-017",
     level="MUST",
     text="Dropout in a wrapped module MUST drop the same elements in forward and in recomputation.",
-    rationale="documented contract of preserve_rng_state",
+    source="torch.utils.checkpoint.checkpoint",
+    quote="stashing and restoring the RNG state during each checkpoint",
     since="0.1.0",
     profile="core",
 )
@@ -453,7 +461,8 @@ def test_dropout_is_replayed(part, device):
     "CW-018",
     level="MUST",
     text="A wrapped module MUST run its forward once in forward and once more in backward.",
-    rationale="the purpose of checkpointing",
+    source="torch.utils.checkpoint.checkpoint",
+    quote="recomputed by re-invoking :attr:`function` in the backward pass",
     since="0.1.0",
     profile="core",
 )
@@ -475,7 +484,7 @@ def test_forward_runs_once_more_in_backward(part, device):
     text="A wrapper MUST survive deepcopy and pickle, and the copy MUST have its own weights.",
     rationale="the source's wrapper does; facebookresearch/fairscale#816",
     since="0.1.0",
-    profile="core",
+    profile="robust",
 )
 def test_copies_are_independent(part, device):
     """A deep copy and a pickle train without changing the original."""

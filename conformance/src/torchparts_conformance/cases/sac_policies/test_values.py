@@ -60,7 +60,8 @@ def _assert_equal(got, wanted):
     "SP-030",
     level="MUST",
     text="In eager code, a product that a policy saves MUST NOT be run again in backward.",
-    rationale="documented behaviour of torch.utils.checkpoint.create_selective_checkpoint_contexts",
+    source="torch.utils.checkpoint.create_selective_checkpoint_contexts",
+    quote="whether the execution of the op should be recomputed or not",
     since="0.1.0",
     profile="core",
 )
