@@ -97,7 +97,7 @@ bad = Implementation("bad", "1", parts={{"ckpt-wrap": Part()}})
     suite.run(impl="adapter:bad")
     row = suite.report()["rows"][0]
     came = "but it raised RuntimeError: case.py of https://example.org/a/b at 0x..."
-    assert row["reason"] == f"expected `assert part.answer == 42` to pass, {came}"
+    assert row["reason"] == f"expected `part.answer == 42` to pass, {came}"
     case, adapter = row["where"].split(" > ")
     assert case.startswith("ckpt_wrap/test_cases.py:")
     assert "/adapter.py:" in adapter

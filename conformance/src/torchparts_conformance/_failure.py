@@ -271,6 +271,8 @@ def _value(node: ast.expr, frame: types.FrameType) -> Any:
 
 def _code(node: ast.AST) -> str:
     """Return code on one line, in backquotes."""
+    if isinstance(node, (ast.Assert, ast.Return)):
+        node = (node.test if isinstance(node, ast.Assert) else node.value) or node
     text = " ".join(ast.unparse(node).split())
     return f"`{text if len(text) <= _MAX_CODE else text[: _MAX_CODE - 3] + '...'}`"
 

@@ -48,7 +48,7 @@ def implementation() -> Implementation:
         lacks={
             "ckpt-wrap": {
                 **dict.fromkeys(_OF_MODULES, _NO_WRAPPER),
-                **dict.fromkeys(("CW-037", "CW-038"), _NO_KEYWORDS),
+                **dict.fromkeys(("CW-003", "CW-037", "CW-038"), _NO_KEYWORDS),
             }
         },
     )
