@@ -35,10 +35,11 @@ from torchparts_conformance._errors import (
     fail,
     say,
 )
-from torchparts_conformance._process import RunError, pytest_command, run_cases
+from torchparts_conformance._process import RunError, run_cases
 from torchparts_conformance._worker import environment
 from torchparts_conformance.requirements._areas import AREAS, CORE, profile_order
 from torchparts_conformance.requirements._cases import (
+    CASES,
     cases_by_id,
     find_cases,
     load_registry,
@@ -113,8 +114,10 @@ def _explain(arguments: argparse.Namespace) -> int:
     asked = _requirement_named(arguments.explain, load_registry(), "--explain")
     arguments.area = asked.area
     say(*_summary.explained(asked, cases_by_id().get(asked.id, [])), "")
-    shown = ("--requirement", asked.id, "--tb=long", "-vv", "--no-header", "-rN", "--capture=fd")
-    command = [*pytest_command(), *shown, *_options.arguments(arguments)]
+    command = [sys.executable, "-m", "pytest", str(CASES), f"--rootdir={CASES}"]
+    command += ["-c", str(CASES / "pytest.ini"), "-p", "torchparts_conformance.plugin"]
+    command += ["--tb=long", "-vv", "--no-header", "-rN", "--capture=fd"]
+    command += ["--requirement", asked.id, *_options.arguments(arguments)]
     return subprocess.run(command, check=False, env=environment()).returncode
 
 

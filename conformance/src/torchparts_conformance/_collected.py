@@ -95,6 +95,11 @@ class Collected:
         """Return the result of an item; None if the item checks no requirement on its device."""
         return self._results.get(item.nodeid)
 
+    def outcome(self, nodeid: str) -> str:
+        """Return the outcome of an item so far."""
+        found = self._results.get(nodeid)
+        return "not_run" if found is None else found.outcome
+
     def take(self, items: Iterable[pytest.Item]) -> None:
         """Record every case before selection."""
         for item in items:

@@ -67,7 +67,6 @@ OUT = Option("out", "folder for the report and the badges", type=Path)
 PYTEST_ONLY = (
     Option("mutant", "file.py::name of a fault to apply"),
     Option("requirement", "run only the cases of these ids, comma-separated", ""),
-    Option("progress", "print a line as each case begins and ends", flag=True),
     Option("share", "folder/N: run the cases that no other process of the folder runs", type=Path),
 )
 
@@ -92,7 +91,6 @@ def settings(option: Callable[[str], Any], spec: str) -> Settings:
         mutant=option("mutant"),
         order=known_order(option("order")),
         case_limit_s=_limit(option("case_limit")),
-        progress=option("progress"),
         requirements=frozenset(option("requirement").split(",")) - {""},
         quick=option("quick"),
         share=option("share"),

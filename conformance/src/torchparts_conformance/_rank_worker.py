@@ -25,7 +25,7 @@ def main() -> None:
     torch.set_num_threads(1)
     subjects: dict[tuple[str, str | None], Subject] = {}
     freeze_imports()
-    serve(lambda job: _answer(job, subjects))
+    serve(lambda job, tell: _answer(job, subjects))
 
 
 def _answer(job: dict[str, Any], subjects: dict[tuple[str, str | None], Subject]) -> dict[str, Any]:

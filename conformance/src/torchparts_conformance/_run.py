@@ -34,7 +34,6 @@ from torchparts_conformance.requirements._cases import load_registry
 from torchparts_conformance.requirements._requirement import Requirement
 
 CASE_LIMIT_S = 300.0
-PROGRESS = "torchparts> "
 _NOT_ASKED = ("not_claimed", "not_provided", "no_device")
 _PYTEST_INTERNAL_ERROR = 3
 _PYTEST_USAGE_ERROR = 4
@@ -60,7 +59,6 @@ class Settings:
     mutant: str | None = None
     order: str = "listed"
     case_limit_s: float = CASE_LIMIT_S
-    progress: bool = False
     requirements: frozenset[str] = frozenset()
     quick: bool = False
     share: Path | None = None
@@ -127,7 +125,6 @@ class Run:
         if not self._is_ready:  # pytest also calls this for a refused run
             return
         items = list(items)
-        self.tell(f"total {len(items)}")
         freeze_imports()
         is_first = self.settings.share is None or self.settings.share.name == "0"
         uses_ranks = (e for i in items if (e := self.cases.find(i)) and e.uses_ranks)
@@ -140,12 +137,6 @@ class Run:
         found = {item.nodeid: self.cases.find(item) for item in items}
         uses_ranks = {id: entry is not None and entry.uses_ranks for id, entry in found.items()}
         return claimed(items, self.settings.share, uses_ranks)
-
-    def tell(self, line: str) -> None:
-        """Print a progress line for the parent process."""
-        if self.settings.progress:
-            sys.stderr.write(f"{PROGRESS}{line}\n")
-            sys.stderr.flush()
 
     def _why_not(self, entry: CaseResult) -> tuple[str, str]:
         """Return outcome and reason if a case is not to run, or empty strings."""
@@ -199,8 +190,6 @@ class Run:
             if outcome and entry.outcome in ("not_run", "pass"):
                 entry.outcome, entry.reason = outcome, reason
                 entry.where = _where(call.excinfo.value, self._adapter) if call.excinfo else ""
-        if report.when == "teardown":
-            self.tell(f"end {entry.outcome}")
 
     def _outcome(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> tuple[str, str]:
         """Return outcome and reason of one phase; no outcome if the phase does not determine it."""

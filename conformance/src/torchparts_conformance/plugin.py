@@ -124,13 +124,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Print the case's name before pytest captures output: it may be the last line of a crash."""
-    if (run := run_of(item.config)) is not None:
-        run.tell(f"start {item.nodeid}")
-
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip requirements that the implementation does not claim or provide; cases may not skip."""
     run = run_of(item.config)
