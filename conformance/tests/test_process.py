@@ -74,9 +74,10 @@ def test_implementation_that_ends_the_process_fails_the_run(run, suite, capsys, 
     suite.write("killer.py", KILLER.format(body=body))
     (suite.root / "out").mkdir()
     (suite.root / "out/badge-ckpt-wrap.svg").write_text("of an earlier run")
+    (suite.root / "out/badge-of-honour.svg").write_text("the user's")
     assert run(impl="killer:impl") == 1
     assert said in capsys.readouterr().err
-    assert list((suite.root / "out").iterdir()) == []
+    assert [path.name for path in (suite.root / "out").iterdir()] == ["badge-of-honour.svg"]
 
 
 def test_bad_adapter_is_one_line_and_exit_code_4(run, capsys):

@@ -98,9 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _clear(folder: Path) -> None:
     """Remove the output files of an earlier run, so that they are not mistaken for new ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("report.json", "summary.txt", "badge-*"):
-        for path in folder.glob(name):
-            path.unlink()
+    badges = [f"badge-{area}.{suffix}" for area in AREAS for suffix in ("json", "svg")]
+    for name in ("report.json", "summary.txt", *badges):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _jobs(arguments: argparse.Namespace) -> int:

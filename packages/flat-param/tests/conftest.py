@@ -45,8 +45,7 @@ def own_all() -> Callable[[Iterable[Tensor], Tensor], bool]:
     """Whether every tensor lies in the memory of one buffer."""
 
     def check(tensors: Iterable[Tensor], buffer: Tensor) -> bool:
-        home = buffer.untyped_storage().data_ptr()
-        return all(tensor.untyped_storage().data_ptr() == home for tensor in tensors)
+        return all(_lies_in(tensor, buffer) for tensor in tensors)
 
     return check
 

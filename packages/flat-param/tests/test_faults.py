@@ -34,3 +34,11 @@ def test_rank_killed_in_a_step_is_named_by_all_others(
         if rank != victim:
             assert f"rank {victim} did not complete the collective" in result["error"]
             assert result["seconds"] < TIMEOUT_S
+
+
+@pytest.mark.parametrize("how", ["first call", "later call", "ended"])
+def test_checkpoint_call_on_one_rank_ends_with_the_timeout(ranks: Any, how: str) -> None:
+    """The group of checkpoints has the timeout of the default group, here 4 s."""
+    first, _ = ranks(2, "absent_rank", how)
+    assert "not all of ranks 0, 1 have called it within the timeout" in first["error"]
+    assert first["seconds"] < 20

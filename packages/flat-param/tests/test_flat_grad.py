@@ -235,3 +235,34 @@ def test_a_module_that_clears_in_its_own_way_still_does(mlp):
     late.weight.grad = torch.ones(3, 7)
     mlp.zero_grad()
     assert late.weight.grad is None
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_that_a_user_keeps_stay(mlp, own_all, shared):
+    """The objects, and views that alone are kept, over a clipped step and later backwards."""
+    if shared:
+        mlp.share_memory()
+    flat = flatten(mlp)
+    x = torch.ones(2, 5)
+    mlp(x).sum().backward()
+    first, second, *others = [param.grad for param in mlp.parameters()]
+    kept = [first, *others] if shared else [first.detach(), second.view(-1)]
+    before = [grad.clone() for grad in kept]
+    del first, second, others
+    mlp.zero_grad()
+    mlp[0](x).square().sum().backward()  # leaves the last layer without gradients
+    flat.clip_(0.1)
+    mlp(-3 * x).sum().backward()
+    assert all(map(torch.equal, kept, before))
+    assert own_all([param.grad for param in mlp.parameters()], flat.grad_vector())
+
+
+def test_step_without_kept_gradients_allocates_no_flat_gradient(mlp):
+    """Arrivals find that nobody else refers to a gradient."""
+    flat = flatten(mlp)
+    memory = set()
+    for _ in range(3):
+        mlp(torch.ones(2, 5)).sum().backward()
+        memory.add(flat.grad_vector().data_ptr())
+        mlp.zero_grad()
+    assert len(memory) == 1

@@ -2,8 +2,9 @@
 
 Tensors are found in tuples, lists, dicts, sets, deques and instances of classes written in Python,
 such as dataclasses and caches. Before forward each of these is copied, with an index instead of
-each tensor. Recomputation gets new copies, filled with the tensors. So it sees the contents before
-forward, and its own changes are dropped.
+each tensor. An instance that has the same contents in recomputation is passed itself, so forward
+may compare it by identity. Otherwise recomputation gets a new copy, filled with the tensors. So it
+sees the contents before forward, and its own changes are dropped.
 
 Instances of classes of torch, of the standard library and of classes written in C, modules, and
 objects that cannot be copied are passed by reference.
@@ -17,8 +18,9 @@ import functools
 import sys
 import types
 import warnings
+import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +34,9 @@ _ATOMS = frozenset(
     {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
 )
 _BUILTIN = frozenset({tuple, list, dict, set, OrderedDict, defaultdict, deque})
+_CONTAINERS = (dict, list, tuple, set, deque)
 _HEAP_TYPE = 1 << 9  # flag of classes written in Python
+_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class Arguments:
         copier = _Copier(self._taken())
         self._args = [copier(arg) for arg in args]
         self._kwargs = {name: copier(arg) for name, arg in kwargs.items()}
+        self._originals = copier.originals
         self.can_change = copier.can_change
 
     def _taken(self) -> Callable[[Any], Any]:
@@ -75,12 +80,14 @@ class Arguments:
         return take
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Return new arguments with the contents before forward.
+        """Return arguments with the contents before forward.
 
         Args:
             tensors: one for each of `self.tensors`.
         """
         copier = _Copier(lambda leaf: tensors[leaf.index] if type(leaf) is TensorIndex else leaf)
+        unchanged = _Unchanged(self._originals, tensors)
+        copier.keep(unchanged.originals())
         kwargs = {name: copier(arg) for name, arg in self._kwargs.items()}
         return [copier(arg) for arg in self._args], kwargs
 
@@ -91,7 +98,12 @@ class _Copier:
     def __init__(self, replace: Callable[[Any], Any]) -> None:
         self._replace = replace
         self._made: dict[int, Any] = {}
+        self.originals: list[tuple[Any, weakref.ref[Any]]] = []  # instances: the copy, the original
         self.can_change = False
+
+    def keep(self, known: Iterable[tuple[Any, Any]]) -> None:
+        """Use these results instead of new copies."""
+        self._made.update((id(value), result) for value, result in known)
 
     def __call__(self, value: Any, depth: int = 0) -> Any:
         kind: Any = type(value)
@@ -115,6 +127,8 @@ class _Copier:
             return value
         self._made[id(value)] = new
         self.can_change = True
+        if kind not in _BUILTIN and _may_refer(kind):
+            self.originals.append((new, weakref.ref(value)))
         self._fill(new, depth + 1)
         return new
 
@@ -138,6 +152,66 @@ class _Copier:
             other = self(part, depth)
             if other is not part:
                 object.__setattr__(new, name, other)
+
+
+class _Unchanged:
+    """Finds originals that have the contents of their copies.
+
+    The originals are held weakly: a graph that holds a cache, which holds tensors with that graph,
+    would never be freed.
+    """
+
+    def __init__(
+        self, pairs: list[tuple[Any, weakref.ref[Any]]], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        self._tensors = tensors
+        self._alive = {
+            id(made): (made, found) for made, ref in pairs if (found := ref()) is not None
+        }
+        self._asked: set[int] = set()  # copies whose contents are compared: they may contain cycles
+
+    def originals(self) -> Iterator[tuple[Any, Any]]:
+        """Copies and originals with the same contents."""
+        for made, found in self._alive.values():
+            self._asked = {id(made)}
+            if self._same_contents(found, made):
+                yield made, found
+
+    def _same(self, now: Any, then: Any) -> bool:
+        if type(then) is TensorIndex:
+            return self._tensors[then.index] is now
+        if now is then or (type(now) in _ATOMS and type(now) is type(then) and now == then):
+            return True
+        if type(now) is not type(then) or isinstance(now, torch.Tensor):
+            return False
+        if type(then) not in _BUILTIN and not isinstance(then, tuple):
+            alive = self._alive.get(id(then))
+            if alive is None or alive[1] is not now:
+                return False
+        if id(then) in self._asked:
+            return True
+        self._asked.add(id(then))
+        return self._same_contents(now, then)
+
+    def _same_contents(self, now: Any, then: Any) -> bool:
+        kind: Any = next((k for k in _CONTAINERS if isinstance(then, k)), None)
+        if kind is not None:
+            if kind.__len__(now) != kind.__len__(then):
+                return False
+            if kind is set:
+                if not set.issubset(now, then):
+                    return False
+            elif not all(map(self._same, kind.__iter__(now), kind.__iter__(then))):
+                return False
+            if kind is dict and not all(map(self._same, dict.values(now), dict.values(then))):
+                return False
+        if type(then) in _BUILTIN:
+            return True
+        names = (*getattr(then, "__dict__", ()), *_slots(type(then)))
+        return len(getattr(now, "__dict__", ())) == len(getattr(then, "__dict__", ())) and all(
+            self._same(getattr(now, name, _MISSING), getattr(then, name, _MISSING))
+            for name in names
+        )
 
 
 def _tuple(kind: Any, items: list[Any]) -> Any:
@@ -164,6 +238,11 @@ def warn_if_grown(args: Sequence[Any], kwargs: dict[str, Any], known: set[int], 
 
 
 _warned: set[str] = set()  # classes of arguments with a warning
+
+
+@functools.cache
+def _may_refer_weakly(kind: Any) -> bool:
+    return bool(kind.__weakrefoffset__)
 
 
 @functools.cache
@@ -194,3 +273,4 @@ def _follows(kind: Any) -> bool:
 # Callers pass any class, which mypy does not accept as hashable.
 _is_followed: Callable[[Any], bool] = _follows
 _slots: Callable[[Any], frozenset[str]] = _slots_of
+_may_refer: Callable[[Any], bool] = _may_refer_weakly

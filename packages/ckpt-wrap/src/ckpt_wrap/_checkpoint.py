@@ -44,6 +44,7 @@ from ckpt_wrap._options import CheckpointOptions
 from ckpt_wrap._torch_compat import (
     Saved,
     active_transform,
+    announced,
     bypass_hooks,
     early_stop_override,
     is_custom_node,
@@ -317,7 +318,7 @@ class Region:
         run = _SecondRun(self, len(self._slots))
         try:
             with saved_tensors_hooks(run.pack, _same), torch.enable_grad():
-                self._call.again()
+                announced(-1, self._call.again)
         except Exception as error:
             # The module, or TorchScript, may raise another error instead of ours.
             if run.stopped:

@@ -97,6 +97,36 @@ def check_saved_and_loaded(rank: int, world: int) -> None:
         assert len(kept) == 2, kept
 
 
+def check_save_deletes_only_what_it_replaces(rank: int, world: int) -> None:
+    """Not checkpoints inside the folder, folders of users, or files of others in its own folder."""
+    path = Path(at("nested"))
+    model, optimizer = trained(3)
+    flat_param.save_sharded(model, path / "save-step-1000", optimizer=optimizer)
+    flat_param.save_sharded(model, path / "save-0123456789ab")
+    flat_param.save_sharded(model, path)
+    (ours,) = {file.parent for file in path.glob("save-*/*.distcp")}
+    dist.barrier()
+    if rank == 0:
+        (path / "save-notes").mkdir()
+        (path / "save-notes/thesis.txt").write_text("mine")
+        (path / "save-ba9876543210").symlink_to(path / "save-notes")
+        (ours / "README").write_text("mine, too")
+    dist.barrier()
+    flat_param.save_sharded(model, path)
+    dist.barrier()
+    assert [file.name for file in ours.iterdir()] == ["README"]
+    assert (path / "save-ba9876543210/thesis.txt").read_text() == "mine"
+    for name in ("", "save-step-1000", "save-0123456789ab"):
+        flat_param.load_sharded(sharded(9), path / name)
+    torchs = Path(at("of-torch"))
+    dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=torchs)
+    files = sorted(torchs.glob("*.distcp"))
+    flat_param.save_sharded(model, torchs)
+    dist.barrier()
+    assert files
+    assert sorted(torchs.glob("*.distcp")) == files
+
+
 def _params(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if "/" not in key}
 

@@ -12,7 +12,7 @@ from _harness import Model, batches, loss_of, plain, raises, run_checks, share, 
 from _whole import plain_grads, whole_bytes, whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from flat_param import fully_shard
@@ -148,6 +148,22 @@ def check_kept_sums_are_dropped(rank: int, world: int) -> None:
 
 def _fails(_: Tensor) -> None:
     raise ZeroDivisionError("stopped")
+
+
+def check_gradients_that_a_user_keeps_stay(rank: int, world: int) -> None:
+    """The objects, and views of them, over later backwards."""
+    lower = MixedPrecisionPolicy(torch.bfloat16)
+    for options in ({}, {"mp_policy": lower}, {"shape": (world, 1)}):
+        model = by_us(**options)
+        step(model, rank, 1)
+        found = [param.grad for param in model.parameters() if param.grad is not None]
+        kept = [each.as_subclass(Tensor) for each in (*found, *[grad.detach() for grad in found])]
+        before = [grad.clone() for grad in kept]
+        for _ in range(2):
+            model.zero_grad()
+            step(model, rank, 2)
+        assert found
+        assert all(map(torch.equal, kept, before))
 
 
 def check_hook_changes_sums_as_fsdp2s(rank: int, world: int) -> None:

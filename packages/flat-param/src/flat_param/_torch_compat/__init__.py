@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,6 +44,16 @@ def _needed(owner: Any, name: str) -> Any:
 def default_store() -> Any:
     """The store of the default process group."""
     return _needed(dist.distributed_c10d, "_get_default_store")()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of a group's collectives; None if its backends do not tell it."""
+    for device in getattr(group, "_device_types", ()):
+        options = getattr(group._get_backend(device), "options", None)
+        found = getattr(options, "_timeout", None)
+        if isinstance(found, timedelta):
+            return found
+    return None
 
 
 def drop_default_group_arguments() -> None:
@@ -101,6 +113,28 @@ def assign_grad(param: Tensor, grad: Tensor) -> None:
         param.grad = stand_in
         stand_in.data = grad
         vars(stand_in).update(vars(grad))
+
+
+def is_referenced(tensors: Sequence[Tensor], index: int, *, owns_storage: bool) -> bool:
+    """Whether more than `tensors` refers to a tensor or, if it owns its storage, to that.
+
+    Without the private name, views of it that have no reference to it are not found.
+    """
+    objects, storages = _references_of_one()
+    if sys.getrefcount(tensors[index]) > objects:
+        return True
+    return owns_storage and _storage_users(tensors[index]) > storages
+
+
+@cache
+def _references_of_one() -> tuple[int, int]:
+    alone = [torch.empty(1)]
+    return sys.getrefcount(alone[0]), _storage_users(alone[0])
+
+
+def _storage_users(tensor: Tensor) -> int:
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return 0 if count is None else int(count(tensor.untyped_storage()._cdata))
 
 
 def with_grad_hook(params: Sequence[Tensor]) -> list[int]:

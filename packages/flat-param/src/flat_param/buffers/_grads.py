@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..layout._layout import FlatLayout
-from ._views import param_view
+from ._views import over, param_view
 
 
 class GradBuffer:
@@ -19,17 +19,24 @@ class GradBuffer:
         flat: at least `(layout.numel,)`, with zeros in its gaps; other values do not matter.
         layout: places of the gradients.
         arrived: a list that the caller passes; set to True for each gradient that arrives.
+        apart: give each view a separate storage, see `over`.
 
     Attributes:
         views: the view of each gradient.
+        is_apart: whether each has a separate storage.
     """
 
-    def __init__(self, flat: Tensor, layout: FlatLayout, arrived: list[bool]) -> None:
+    def __init__(
+        self, flat: Tensor, layout: FlatLayout, arrived: list[bool], *, apart: bool = False
+    ) -> None:
         self.flat = flat
         # `.data`: each view has its own version counter, so that the arrival of one gradient does
         # not look like a write to another that a user has saved for backward.
         count = len(layout.specs)
-        self.views = tuple([param_view(flat.data, layout, index) for index in range(count)])
+        views = [param_view(flat.data, layout, index) for index in range(count)]
+        memory = flat.untyped_storage()
+        self.views = tuple([over(memory, view) if apart else view for view in views])
+        self.is_apart = any(view is not own for view, own in zip(views, self.views, strict=True))
         self.arrived = arrived
 
     def take(self, index: int, grad: Tensor) -> None:

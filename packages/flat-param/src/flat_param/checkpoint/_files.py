@@ -3,9 +3,12 @@
 Note [Layout on disk]
     checkpoint/.metadata                         names every file below; replaced by a rename
     checkpoint/save-<word>/__0_0.distcp          one rank's tensors, as torch writes them
-Each save has a separate folder, so the last checkpoint is intact until `.metadata` is replaced. Any
-torch reads the result: a checksum is an attribute of the entry in `.metadata`, and the checksum of
-`.metadata` follows its pickle, where torch does not read.
+Each save has a separate folder, so the last checkpoint is intact until `.metadata` is replaced.
+Then the files that the replaced `.metadata` names are deleted, and no others: a folder with a
+similar name may be another checkpoint. So the folder of a save that was killed stays.
+
+Any torch reads the result: a checksum is an attribute of the entry in `.metadata`, and the checksum
+of `.metadata` follows its pickle, where torch does not read.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,6 +46,7 @@ from .._torch_compat import checkpoint_metadata_classes
 
 METADATA = ".metadata"
 _SAVE_PREFIX = "save-"
+_SAVED_FILE = re.compile(r"save-[0-9a-f]{12}/[^/]+")
 _TRAILER = b"flat-param checksum "
 _OLD_PART = re.compile(r"[0-9a-f]+-rank-\d+-of-\d+/")
 _BLOCK_BYTES = 1 << 20
@@ -114,6 +119,7 @@ class CheckedWriter(FileSystemWriter):
     def __init__(self, path: Path, word: str) -> None:
         super().__init__(path / (_SAVE_PREFIX + word))
         self._folder = path / (_SAVE_PREFIX + word)
+        self._replaced: set[Path] = set()
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         """Write this rank's tensors and note their checksums."""
@@ -137,18 +143,31 @@ class CheckedWriter(FileSystemWriter):
             file.write(data + _TRAILER + f"{zlib.crc32(data):08x}".encode())
             file.flush()
             os.fsync(file.fileno())
+        self._replaced = _saved_files(self._folder.parent)
         draft.replace(self._folder.parent / METADATA)
         _sync_folder(self._folder.parent)
 
-    def remove_others(self) -> None:
-        """Delete folders of other saves after this one has become the checkpoint."""
-        for each in self._folder.parent.glob(f"{_SAVE_PREFIX}*"):
-            if each != self._folder:
-                shutil.rmtree(each, ignore_errors=True)
+    def remove_replaced(self) -> None:
+        """Delete the files of the checkpoint that this one has replaced, and their folder."""
+        with suppress(OSError):
+            for file in self._replaced:
+                file.unlink(missing_ok=True)
+            for folder in {file.parent for file in self._replaced}:
+                folder.rmdir()
 
     def remove(self) -> None:
         """Delete the folder of this save."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _saved_files(path: Path) -> set[Path]:
+    """The files of the checkpoint in a folder, if `CheckedWriter` has written it."""
+    try:
+        metadata = CheckedReader(path).read_metadata()
+    except CheckpointError:
+        return set()
+    names = {entry.relative_path for entry in (metadata.storage_data or {}).values()}
+    return {path / name for name in names if _SAVED_FILE.fullmatch(name)}
 
 
 def _sync_folder(folder: Path) -> None:

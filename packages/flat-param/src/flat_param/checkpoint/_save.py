@@ -42,8 +42,10 @@ def save_sharded(
     """Write a checkpoint in torch.distributed.checkpoint's format, each rank its part. Collective.
 
     Any number of ranks can load it, also with FSDP2. The previous checkpoint in `path` stays intact
-    until all parts are on disk, and is then replaced atomically. An error on one rank is an
-    error on all. Only one job at a time may save to a path.
+    until all parts are on disk, and is then replaced atomically. Then its files are deleted, and no
+    others: `path` may have other checkpoints inside. A save that was killed leaves its folder
+    `save-<word>`. An error on one rank is an error on all. Only one job at a time may save to a
+    path.
 
     Args:
         module: sharded.
@@ -194,7 +196,7 @@ def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:
     finally:
         state.clear()  # a traceback would keep the snapshot alive
     if world.is_first:
-        writer.remove_others()
+        writer.remove_replaced()
 
 
 def _on_all(world: World, path: Path, step: Callable[[], Any]) -> list[Any]:

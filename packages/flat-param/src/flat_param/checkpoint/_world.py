@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch import nn
 
-from .._errors import CheckpointError, StateError
+from .._errors import CheckpointError, CommError, StateError
 from ..buffers._dtensors import place_of_dtensor
 from ..comm._comm import CommLog, Communicator
 from ..comm._groups import derived_group
@@ -33,19 +33,43 @@ class World:
             )
         self.function = function
         self.ranks = _ranks_of(module) if is_sharded else (0,)
-        group = _checkpoint_group(self.ranks, "caller") if is_sharded else None
+        group = self._group_for("caller") if is_sharded else None
         self.comm = Communicator(group, log=CommLog())
         self.is_first = self.comm.rank == 0
 
     def for_thread(self) -> World:
         """The same ranks with a separate group, for another thread. Collective."""
         other = copy.copy(self)
-        other.comm = Communicator(_checkpoint_group(self.ranks, "thread"), log=CommLog())
+        other.comm = Communicator(self._group_for("thread"), log=CommLog())
         return other
+
+    def _group_for(self, user: str) -> dist.ProcessGroup:
+        """A gloo group, so that training, saves and an asynchronous save do not interleave.
+
+        Collective at the first call.
+        """
+        world = dist.group.WORLD
+        assert world is not None, "a sharded module has process groups"
+        try:
+            return derived_group(world, (user, self.ranks), self.ranks, backend="gloo")
+        except RuntimeError as error:
+            raise self._not_called(error) from error
+
+    def _not_called(self, error: Exception) -> CheckpointError:
+        first = str(error).splitlines()[0]
+        return CheckpointError(
+            f"flat_param.{self.function}: not all of ranks {', '.join(map(str, self.ranks))} have "
+            "called it within the timeout of the process group, but it exchanges data between all "
+            "of them. Call it on every rank, not under 'if rank == 0'; full_state_dict has "
+            f"rank0_only=True for results on one rank. Or a rank has ended. ({first})"
+        )
 
     def agree(self, error: Exception | None, note: str = "") -> set[str]:
         """Return the notes of all ranks; raise on all if there is an error on one. Collective."""
-        told = self.comm.share((None if error is None else str(error), note))
+        try:
+            told = self.comm.share((None if error is None else str(error), note))
+        except CommError as raised:
+            raise self._not_called(raised) from (error or raised)
         if error is not None:
             raise error
         for rank, (text, _) in zip(self.ranks, told, strict=True):
@@ -76,13 +100,3 @@ def _groups_of(module: nn.Module) -> Iterator[dist.ProcessGroup]:
     for mesh in dict.fromkeys(place.mesh for place in places if place is not None):
         for axis in range(mesh.ndim):
             yield mesh.get_group(axis)
-
-
-def _checkpoint_group(ranks: tuple[int, ...], user: str) -> dist.ProcessGroup:
-    """A gloo group, so that training, saves and an asynchronous save do not interleave.
-
-    Collective at the first call.
-    """
-    world = dist.group.WORLD
-    assert world is not None, "a sharded module has process groups"
-    return derived_group(world, (user, ranks), ranks, backend="gloo")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import StateError
+from .._torch_compat import timeout_of
 from ._comm import CommLog, Communicator
 
 
@@ -55,7 +56,10 @@ _derived: WeakKeyDictionary[_Group, dict[object, ReferenceType[_Group]]] = WeakK
 def derived_group(
     group: _Group, key: object, ranks: Sequence[int], *, backend: str | None = None
 ) -> _Group:
-    """A process group of `ranks`, made once for `group` and `key`. Collective for `ranks`."""
+    """A process group of `ranks`, made once for `group` and `key`. Collective for `ranks`.
+
+    It has the timeout of `group`, also for ranks that are missing when it is made.
+    """
     known = _derived.setdefault(group, {})
     found = known[key]() if key in known else None
     if found is None:
@@ -63,6 +67,7 @@ def derived_group(
             _Group,
             dist.new_group(
                 list(ranks),
+                timeout=timeout_of(group),
                 backend=backend or dist.get_backend_config(group),
                 use_local_synchronization=True,
             ),

@@ -217,7 +217,8 @@ class FlatParams:
         """Leaves over the trainable segments, to hand to torch's optimizers.
 
         They share memory and gradients with the parameters, so stepping them steps the module,
-        and they follow it through `.to()`. Optimizers must work element by element, with one
+        and they follow it through `.to()`. `zero_grad()` of an optimizer over them zeroes gradients
+        in place, so copy those that you keep. Optimizers must work element by element, with one
         learning rate for all: a chunk crosses the boundaries of parameters. The state of an
         optimizer over separate parameters is loaded by `load_optimizer_state`. If such a state is
         passed to the optimizer's `load_state_dict`, that raises `ValueError`, or the next step

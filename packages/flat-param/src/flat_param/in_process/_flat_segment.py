@@ -5,7 +5,8 @@ Invariants:
   reached it. A hook on each parameter copies a gradient if autograd made a new tensor; autograd
   itself adds to a view.
 - Whenever the flat gradient is read, it is zero where a parameter's gradient is None.
-- It is allocated at the first gradient. A frozen segment has none.
+- It is allocated at the first gradient. A frozen segment has none. If a gradient arrives where a
+  user keeps an earlier one, another flat gradient is allocated, and the user's stays.
 - A gradient that was assigned or cleared without a backward is found by `grad`, which compares all
   parameters. Chunks are read several times a step, so they call it only after an arrival, or if
   the gradient of the first or the last parameter has changed.
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import StateError
+from .._torch_compat import is_referenced
 from ..buffers._grads import GradBuffer
 from ..buffers._views import ParamViews, allocate, over, param_views
 from ..layout._layout import Segment
@@ -122,24 +124,45 @@ class FlatSegment:
         if all(map(is_, map(_grad_of, self.params), held.views)):
             return
         for index, param in enumerate(self.params):
-            grad, view = param.grad, held.views[index]
-            held.arrived[index] = grad is not None
-            if grad is not None and grad is not view:
-                self._take(held, index, param, grad)
+            grad = param.grad
+            if grad is None:
+                held = self._writable(held, index)
+                held.arrived[index] = False
+            elif grad is not held.views[index]:
+                held = self._take(held, index, param, grad)
                 self.arrivals += not grad.requires_grad
+            else:
+                held.arrived[index] = True
         held.zero_rest()
 
-    def _take(self, held: GradBuffer, index: int, param: Tensor, grad: Tensor) -> None:
+    def _take(self, held: GradBuffer, index: int, param: Tensor, grad: Tensor) -> GradBuffer:
+        """Copy a gradient into the flat one; returns the flat one."""
+        held = self._writable(held, index)
         held.put(index, grad.detach())
         if not grad.requires_grad:  # with create_graph=True it has a graph, which a user needs
             param.grad = held.views[index]
+        return held
+
+    def _writable(self, before: GradBuffer, index: int) -> GradBuffer:
+        """Return the flat gradient, or another if a user keeps its gradient at `index`."""
+        is_kept = is_referenced(before.views, index, owns_storage=before.is_apart)
+        if not (before.arrived[index] and is_kept):
+            return before
+        self._held = None
+        held = self._allocated()
+        for at, (param, view) in enumerate(zip(self.params, before.views, strict=True)):
+            if param.grad is view:
+                held.put(at, view)
+                param.grad = held.views[at]
+        return held
 
     def _allocated(self) -> GradBuffer:
         if self._held is None:
             buffer = self.buffer
             with torch.inference_mode(False):
                 flat = torch.zeros(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
-                self._held = GradBuffer(flat, self.plan.layout, [False] * len(self.params))
+                arrived = [False] * len(self.params)
+                self._held = GradBuffer(flat, self.plan.layout, arrived, apart=True)
         return self._held
 
     def arrive(self, index: int, param: Tensor) -> None:

@@ -2,9 +2,12 @@
 
     full_grad  (world*shard,)  reduce dtype; this rank's gradients, from the first one of a backward
                                until they are reduced; borrowed from _buffer_pool.
-    grad       (shard,)        gradient dtype; allocated at the first backward; `.grad` views it.
+    reduced    (shard,)        reduce dtype, then that of the parameters; new for each backward.
+                               `.grad` is a view of it, or has it added.
 
 - A frozen segment has neither. A parameter that no rank used keeps its previous `.grad`.
+- Only `.grad` refers to the memory of gradients. So they are freed with `.grad`, and users may keep
+  them.
 - autograd only sees the leaves, so post-accumulate hooks of the optimizer's parameters are called
   once `.grad` is set.
 - All work runs on the stream on which the leaves' gradients arrive, which autograd chooses. Buffers
@@ -17,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import is_
 
 import torch
 from torch import Tensor
@@ -72,8 +74,6 @@ class ShardedGrads:
         self.used = [False] * len(owner.leaves)
         self._borrowed: Tensor | None = None
         self.held: GradBuffer | None = None
-        self._grad: Tensor | None = None
-        self._pieces: tuple[Tensor, ...] = ()
         self._reduced: Tensor | None = None
         self.kept: Tensor | None = None
         self._home: torch.Stream | None = None
@@ -111,7 +111,8 @@ class ShardedGrads:
         factor = float(ranks if how.factor is None else how.factor)
         with at_home(self._home):
             held.zero_rest()
-            full, self._reduced = held.flat, self._destination()
+            full, shard = held.flat, self.owner.shard
+            self._reduced = torch.empty(shard.numel(), dtype=self.dtype, device=self.owner.device)
             if full.dtype == torch.float16:
                 full.div_(ranks)  # a sum over many ranks may exceed float16's range
                 factor /= ranks
@@ -129,20 +130,6 @@ class ShardedGrads:
             row[: stop - start].copy_(full[start:stop])
         return staged.view(-1)
 
-    def _destination(self) -> Tensor:
-        """Return the target of the sum: the flat gradient itself if no `.grad` is in it."""
-        shard, grad, device = self.owner.shard, self._grad, self.owner.device
-        if grad is None or grad.dtype != shard.dtype or grad.device != shard.device:
-            grad = torch.zeros_like(shard, pin_memory=self.owner.pins(shard.device))
-            self._pieces = tuple([as_piece(piece.view(grad), piece) for piece in self.owner.pieces])
-            self._grad = grad
-        with without_torch_function():
-            grads = [param.grad for param in self.owner.held.params]
-        is_clear = self.kept is None and all(map(partial(is_, None), grads))
-        if is_clear and grad.dtype == self.dtype and grad.device == device:
-            return grad
-        return torch.empty(grad.numel(), dtype=self.dtype, device=device)
-
     def _after_reduce(self, how: Reduction, factor: float) -> None:
         self._release()
         reduced = self._reduced
@@ -159,6 +146,10 @@ class ShardedGrads:
             how.on_sum(reduced)
         if factor != 1:
             reduced.div_(factor)
+        shard = self.owner.shard
+        if reduced.dtype != shard.dtype or reduced.device != shard.device:
+            moved = torch.empty_like(shard, pin_memory=self.owner.pins(shard.device))
+            self._reduced = moved.copy_(reduced)
 
     @torch.no_grad()
     def assign_grads(self, used_anywhere: Sequence[bool]) -> None:
@@ -167,26 +158,27 @@ class ShardedGrads:
         self.used = [False] * len(self.used)
         if reduced is None:
             return
+        params = self.owner.held.params
         with at_home(self._home):
-            for index, used in enumerate(used_anywhere):
-                if used and self.owner.pieces[index].skips:
+            with without_torch_function():
+                taken = [index for index, used in enumerate(used_anywhere) if used]
+                # A view would keep the memory of all gradients, though others are added.
+                is_first = all(params[index].grad is None for index in taken)
+            for index in taken:
+                if self.owner.pieces[index].skips:
                     self.owner.pieces[index].is_stepped = True
-                elif used:
-                    self._assign(index, self.owner.held.params[index], reduced)
-            del reduced
+                else:
+                    self._assign(index, params[index], reduced, is_first=is_first)
 
-    def _assign(self, index: int, param: Tensor, reduced: Tensor) -> None:
-        mine = self._pieces[index]
+    def _assign(self, index: int, param: Tensor, reduced: Tensor, *, is_first: bool) -> None:
+        piece = self.owner.pieces[index]
         with without_torch_function():
             told = post_accumulate_grad_hooks(param)
-            part = mine if reduced is self._grad else self.owner.pieces[index].view(reduced)
-            if part is mine:
-                assign_grad(param, mine)
-            elif param.grad is not None:
-                param.grad.add_(part.to(device=mine.device, dtype=mine.dtype))
+            grad = piece.view(reduced.data)  # each with a separate version counter
+            if param.grad is not None:
+                param.grad.add_(grad)
             else:
-                mine.copy_(part)
-                assign_grad(param, mine)
+                assign_grad(param, as_piece(grad if is_first else grad.clone(), piece))
         for tell in told:
             tell(param)
 

@@ -11,6 +11,7 @@ results do not depend on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from ..buffers._views import ParamViews, memory_order, param_views
 from ..comm._clip import spread_of
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
+from ..comm._home_stream import SharedMemory, at_home, home_stream, record_use
 from ..layout._layout import Segment
 from ..layout._options import UnitOptions, compute_dtype
 from ..layout._shard import plan_shard
@@ -68,6 +70,7 @@ class ShardedParams:
         self.shard = torch.zeros(numel, dtype=dtype, device=home, pin_memory=self.pins(home))
         self.held = self._move_into_shard(params)
         self._mark_params()
+        self._memory: SharedMemory | None = None
         self._make_full()
 
     @torch.no_grad()
@@ -140,19 +143,32 @@ class ShardedParams:
         if self.aliased:
             return None
         self.full.untyped_storage().resize_(self.full.nbytes)
+        self._memory = SharedMemory(self.full)
         return self.gather_into(self.full)
+
+    def use(self) -> None:
+        """Let the current stream compute with the full buffer, after its gather was waited for."""
+        if self._memory is not None:
+            self._memory.use()
+
+    def leave(self, pending: Pending) -> None:
+        """Wait for a gather whose result is not used. Not a collective."""
+        with at_home(None if self._memory is None else self._memory.home):
+            pending.leave()
 
     def gather_into(self, full: Tensor) -> Pending:
         """Begin to fill `full` (world*shard,), of any dtype. Collective."""
         comm, plan = self.comms.gather, self.plan
         if comm.world_size == 1 and full.dtype == self.shard.dtype and self.pins(self.shard.device):
             return Pending(comm, "all_gather").then(HostCopy(full, self.shard).wait)
+        home = home_stream(full.device)
         part = self.shard.to(device=full.device, dtype=full.dtype)
-        if plan.even:
-            return comm.all_gather(as_bytes(full), as_bytes(part))
-        staged = full.new_empty(plan.world_size * plan.shard_numel)
+        staged = full if plan.even else full.new_empty(plan.world_size * plan.shard_numel)
         pending = comm.all_gather(as_bytes(staged), as_bytes(part))
-        return pending.then(lambda: self._unstage(full, staged))
+        if staged is not full:
+            pending.then(partial(self._unstage, full, staged))
+        made = [each for each, kept in ((part, self.shard), (staged, full)) if each is not kept]
+        return pending.then(partial(record_use, home, *made)) if made else pending
 
     def _unstage(self, full: Tensor, staged: Tensor) -> None:
         rows = staged.view(self.plan.world_size, self.plan.shard_numel)
@@ -175,6 +191,7 @@ class ShardedParams:
 
     def free(self) -> None:
         """Free the full buffer's memory; the leaves stay, and are valid after the next gather."""
+        self._memory = None
         if not self.aliased:
             self.full.untyped_storage().resize_(0)
 

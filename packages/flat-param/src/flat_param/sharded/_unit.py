@@ -193,6 +193,8 @@ class Unit:
                 if pending is not None:
                     pending.wait()
             self._gathering, self.is_unsharded = None, True
+        for part in self.parts:
+            part.use()
 
     @property
     def is_gathered(self) -> bool:
@@ -228,8 +230,9 @@ class Unit:
             self.end_show()
         self.sites.swap_out()
         if self._gathering is not None:
-            for pending in filter(None, self._gathering):
-                pending.leave()
+            for part, pending in zip(self.parts, self._gathering, strict=False):
+                if pending is not None:
+                    part.leave(pending)
             # An interrupted gather may still write to its memory.
             if len(self._gathering) < len(self.parts):
                 for part in self.parts[len(self._gathering) :]:

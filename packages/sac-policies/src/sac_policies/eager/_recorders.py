@@ -6,8 +6,8 @@ Short lists name the operators with a wrong schema.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Protocol
 from weakref import ref
 
@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from .._torch_compat._dispatch import boxed_call, is_called_by_library
 from ..policies._decisions import Decision
-from ..policies._operators import BATCH_NORMS, STATISTICS, Facts, facts_of
+from ..policies._operators import BATCH_NORMS, RNNS, STATISTICS, Facts, facts_of
 from ..policies._policies import DEPENDS, Constant, Policy
 from ..policies._views import Operator
 from ._aliasing import UNVERSIONED, tensors_among, version_of
@@ -52,7 +52,9 @@ class Tape(Protocol):
     def note_mask(self, mask: torch.Tensor, version: int) -> None:
         """Hold a mask as bits."""
 
-    def before_write(self, written: list[torch.Tensor], *, is_seen: bool = True) -> None:
+    def before_write(
+        self, written: list[torch.Tensor], unseen: Sequence[torch.Tensor] = ()
+    ) -> None:
         """Forget tensors of storages that will be written; copy the ones held by values."""
 
     def note_unversioned(self, written: list[torch.Tensor]) -> None:
@@ -82,11 +84,9 @@ _UNDEFINED = frozenset(
         "lift_fresh",
         "_ctc_loss",
         "_cudnn_ctc_loss",
-        "mkldnn_rnn_layer",
     )
 )
-"""Not functional: their result is uninitialised, reads past its argument, or depends on whether
-gradients are on."""
+"""Not functional: their result is uninitialised or reads past its argument."""
 _UNSAFE_VIEWS = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"))
 """Their results share memory with the argument, which the schema does not say."""
 _RESIZES = frozenset(("set_", "resize_", "resize_as_", "_resize_output_"))
@@ -175,9 +175,11 @@ class Recorder:
         if self.op.namespace == "c10d":
             return self._collective, "a collective is not run again"
         if self.op in BATCH_NORMS:
-            return self._batch_norm, "batch norm writes running statistics"
+            return self._batch_norm, "the statistics of a batch are held"
         if self.facts.writes:
             return self._kind_of_write(schema)
+        if self.op in RNNS:
+            return self._rnn, ""
         if self.facts.random:
             if self.facts.dropout is not None:
                 return self._attention, "random numbers are not drawn again"
@@ -311,13 +313,39 @@ class Recorder:
         return self._several(tape, args, kwargs)
 
     def _batch_norm(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record batch norm that only reads its statistics."""
-        if args[STATISTICS.stop]:
-            statistics = [each for each in args[STATISTICS] if isinstance(each, torch.Tensor)]
-            tape.before_write(statistics, is_seen=False)
-            tape.note_unversioned(statistics)
-            return self._held(tape, args, kwargs)
-        return (self._held if self.keeps else self._several)(tape, args, kwargs)
+        """Record batch norm without its running statistics, which forward updates once.
+
+        A batch's own statistics are held: they are small, and backward reads them.
+        """
+        if not args[STATISTICS.stop]:
+            return (self._held if self.keeps else self._several)(tape, args, kwargs)
+        statistics = [each for each in args[STATISTICS] if isinstance(each, torch.Tensor)]
+        tape.before_write(statistics, statistics)
+        tape.note_unversioned(statistics)
+        out = self.call(*args, **kwargs)
+        if self.asks and tape.decide(self, out, args, kwargs):
+            return out
+        if _is_grad_enabled() and not self.keeps:
+            before, after = args[: STATISTICS.start], args[STATISTICS.stop :]
+            call = self._recorded(tape, (*before, None, None, *after), kwargs)
+            normalized = Item(call, 0)
+            call.items = [ref(normalized), *[None] * (len(out) - 1)]
+            tape.note(out[0], normalized, 0)
+        return out
+
+    def _rnn(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a fused RNN, also its workspace of integers, which backward reads."""
+        out = self.call(*args, **kwargs)
+        if self.asks and tape.decide(self, out, args, kwargs):
+            return out
+        if _is_grad_enabled() and not self.keeps:
+            call = self._recorded(tape, args, kwargs)
+            call.recorder = WithGradients(self)
+            items = [Item(call, at) for at in range(len(out))]
+            call.items = [ref(item) for item in items]
+            for item, each in zip(items, out, strict=True):
+                tape.note(each, item, 0)
+        return out
 
     def _mask(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._held(tape, args, kwargs)
@@ -338,10 +366,10 @@ class Recorder:
         return self._held(tape, args, kwargs)
 
     def _written(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        written, is_seen = self.facts.written(args, kwargs), self.facts.returns_written
-        tape.before_write(written, is_seen=is_seen)
-        if not is_seen:  # such as the noise of rrelu, which its node saves first
-            tape.note_unversioned(written)
+        unseen = self.facts.written_unseen(args, kwargs)
+        tape.before_write(self.facts.written(args, kwargs), unseen)
+        if unseen:  # such as the noise of rrelu, which its node saves first
+            tape.note_unversioned(unseen)
         return self._held(tape, args, kwargs)
 
     def _written_unseen(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -404,6 +432,22 @@ class Recorder:
         if dtype is torch.bool:
             return False
         return any(each.is_floating_point() for each in tensors_among(args))
+
+
+class WithGradients:
+    """An operator that returns what its backward needs only while gradients are on."""
+
+    __slots__ = ("call", "lists", "op", "positions", "shares")
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.call: Callable[..., Any] = partial(_called_with_gradients, recorder.call)
+        self.op, self.shares = recorder.op, recorder.shares
+        self.positions, self.lists = recorder.positions, recorder.lists
+
+
+def _called_with_gradients(call: Callable[..., Any], *args: Any) -> Any:
+    with torch.enable_grad():
+        return call(*args)
 
 
 def _listed(tape: Tape, arg: Any, inputs: list[Value]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -55,6 +55,9 @@ from ._recorders import Recorder, Table
 from ._values import Call, Part, Replay, Seen, Value, changed, want
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
+
+SMALL_BYTES = 2**14
+"""Size up to which a region copies a tensor that code outside of regions may write to."""
 
 
 class Region:
@@ -181,6 +184,7 @@ class Tape(TorchDispatchMode):
         self._gone: list[Seen] = []
         self.note_gone = self._gone.append
         self._holders: list[ref[Value]] = []
+        self._small: list[ref[Value]] = []
         self._storages: set[int | None] | None = None
         self._ranges = Ranges()
         self._is_away = False
@@ -250,6 +254,8 @@ class Tape(TorchDispatchMode):
             self.region.observer.ended(self._holders)
         outer, self._outer = self._outer, None
         if outer is None:
+            if self._small:
+                self._copy_small()
             _ended.add(self)
             return
         live = self._live_holders()
@@ -262,6 +268,27 @@ class Tape(TorchDispatchMode):
             if value.readers and tensor is not None:
                 packed = pack(tensor)
                 value.boxed = partial(_unpacked, unpack, packed, _alias_in(packed, tensor))
+
+    def _copy_small(self) -> None:
+        """Copy small tensors that autograd does not save, so that they may be written to.
+
+        Plain autograd reads them in forward only: an annealed scale, a running average. Memory that
+        autograd saves is not copied: a write to it is an error in plain autograd, too.
+        """
+        small = [value for each in self._small if (value := each()) is not None]
+        self._small.clear()
+        read = [each for each in small if each.readers and not each.is_saved]
+        if not read:
+            return
+        with no_dispatch():
+            live = self._live_holders()
+            saved = {
+                storage_of(each.held) for each in live if each.is_saved and each.held is not None
+            }
+            for value in read:
+                held = value.held
+                if type(value) is Value and held is not None and storage_of(held) not in saved:
+                    self._copy(value, held)
 
     # Interface for recorders
 
@@ -303,16 +330,22 @@ class Tape(TorchDispatchMode):
         call = Call(UNPACK, [held, tuple(mask.shape), mask.stride(), mask.dtype], None, [held])
         self.note(mask, call, version)
 
-    def before_write(self, written: list[torch.Tensor], *, is_seen: bool = True) -> None:
+    def before_write(
+        self, written: list[torch.Tensor], unseen: Sequence[torch.Tensor] = ()
+    ) -> None:
         """Forget tensors of storages that will be written; copy tensors held by values.
 
-        If version counters do not show the write, tensors that autograd saved itself are not
-        copied: batch norm saves its statistics and does not read them.
+        Args:
+            written: the tensors that will be written.
+            unseen: those of them whose version counters will not show it. Tensors that autograd
+                saved itself are not copied then: an operator may save what it is about to write,
+                as rrelu does, and batch norm saves its statistics and does not read them.
         """
         if not written:
             return
         with no_dispatch():
             storages = {storage_of(each) for each in written}
+            hidden = {storage_of(each) for each in unseen}
             for key, seen in list(self.known.items()):
                 tensor = seen()
                 if tensor is not None and storage_of(tensor) in storages:
@@ -320,18 +353,19 @@ class Tape(TorchDispatchMode):
             tensor = None
             live = self._live_holders()
             for value in live:
-                if value.held is None or (value.is_alone and not is_seen):
+                if value.held is None:
                     continue
-                if storage_of(value.held) in storages:
+                storage = storage_of(value.held)
+                if storage in storages and not (value.is_alone and storage in hidden):
                     self._copy(value, value.held)
             self._holders = [ref(value) for value in live]
             for moved in (each() for each in self._moved):
                 if moved is not None:
                     moved.leave(storages)
             for tape in list(_ended):
-                tape._before_later_write(storages, is_seen)
+                tape._before_later_write(storages, hidden)
 
-    def _before_later_write(self, storages: set[int | None], is_seen: bool) -> None:
+    def _before_later_write(self, storages: set[int | None], hidden: set[int | None]) -> None:
         """After this region has ended, copy its held tensors before another region writes to them.
 
         This lets running averages be replayed after the next micro-batch. Tensors that autograd
@@ -344,8 +378,10 @@ class Tape(TorchDispatchMode):
             return
         with self._lock:
             for value in self._live_holders():
-                is_skipped = value.is_saved if is_seen else value.is_alone
-                if value.held is not None and not is_skipped and storage_of(value.held) in storages:
+                storage = None if value.held is None else storage_of(value.held)
+                if value.held is None or storage not in storages:
+                    continue
+                if not (value.is_alone if storage in hidden else value.is_saved):
                     self._copy(value, value.held)
 
     def _live_holders(self) -> list[Value]:
@@ -429,6 +465,9 @@ class Tape(TorchDispatchMode):
                 self._holders.append(ref(value))
             else:
                 value = self._held(held, version)
+                is_constant = not (tensor.requires_grad or self.takes_fakes)
+                if is_constant and _size_of(tensor) <= SMALL_BYTES:
+                    self._small.append(ref(value))
         self.note(tensor, value, version)
         if self._marked:
             marked = self._marked.get(id(tensor))
@@ -537,8 +576,7 @@ class Tape(TorchDispatchMode):
             self._start_copies()
         if self.region.checks and value.guard is None and value.made_by is not None:
             with no_dispatch():
-                is_dense = tensor.layout is torch.strided and not tensor.is_nested
-                if value.held is None and is_dense and not is_fake(tensor):
+                if value.held is None and _is_comparable(tensor):
                     value.guard = Guard(_resolved(tensor))
         return value
 
@@ -656,6 +694,17 @@ def differs(value: Value) -> RecomputeError:
         "the operator is not deterministic. Save its result by the policy, or change the tensor "
         'after backward. determinism_check="none" turns the comparison off.'
     )
+
+
+def _size_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor as if it were dense; sparse tensors have no `nbytes`."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_comparable(tensor: torch.Tensor) -> bool:
+    """Whether the bits of a tensor are there and defined: a workspace of bytes has padding."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return is_dense and tensor.dtype is not torch.uint8 and not is_fake(tensor)
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:

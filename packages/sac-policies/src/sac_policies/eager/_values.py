@@ -14,6 +14,7 @@ from weakref import ref
 import torch
 
 from .._errors import MutationError
+from .._torch_compat import announced, next_node_number
 from .._torch_compat._dispatch import below_autograd, no_torch_function
 from ._aliasing import UNVERSIONED, copy_of, version_of
 from ._guards import Guard
@@ -135,10 +136,11 @@ class Call(Value):
         inputs: all values among the arguments.
         items: the values of several results.
         copies: whether the operator writes to its first argument, of which each run makes a copy.
+        number: autograd's number of the last node that the forward had created.
         wanted: whether backward may run it.
     """
 
-    __slots__ = ("args", "copies", "inputs", "items", "kwargs", "recorder", "wanted")
+    __slots__ = ("args", "copies", "inputs", "items", "kwargs", "number", "recorder", "wanted")
 
     def __init__(
         self,
@@ -154,6 +156,7 @@ class Call(Value):
         self.recorder, self.args, self.kwargs, self.inputs = recorder, args, kwargs, inputs
         self.items: list[ref[Item] | None] | None = None
         self.copies = copies
+        self.number = next_node_number() - 1
         self.wanted = False
 
     @property
@@ -184,8 +187,8 @@ class Call(Value):
             args[0] = copy_of(args[0])
         if self.kwargs:
             kwargs = {name: _read(arg, made) for name, arg in self.kwargs.items()}
-            return recorder.call(*args, **kwargs)
-        return recorder.call(*args)
+            return announced(self.number, recorder.call, *args, **kwargs)
+        return announced(self.number, recorder.call, *args)
 
 
 class Item(Value):
@@ -274,9 +277,9 @@ class Replay:
         tensor = value.now()
         if tensor is None:
             if isinstance(value, Call) and _is_ready(value):
-                tensor = self._made_at_once(value, caches)
+                tensor = announced(-1, self._made_at_once, value, caches)
             else:
-                tensor = self._made(value, caches)
+                tensor = announced(-1, self._made, value, caches)
         value.reads += 1
         if value.reads >= value.readers:
             value.cached, value.reads = None, 0
