@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -111,6 +112,18 @@ def test_badge_is_written_from_a_report(suite, stored, tmp_path):
 def test_trace_leads_from_every_source_test_to_cases(capsys):
     assert _cli.main(["trace"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "50 source tests, 0 problems"
+
+
+def test_help_shows_how_to_write_an_adapter(tmp_path, monkeypatch, capsys):
+    """The two lines that it shows are an adapter."""
+    assert _cli.main([]) == 4
+    shown = capsys.readouterr().out
+    adapter = shown.partition("write my_adapter.py:\n")[2].partition("  torchparts-conf")[0]
+    _report.write(tmp_path / "my_adapter.py", textwrap.dedent(adapter))
+    _report.write(tmp_path / "my_wrapper.py", "checkpoint_wrapper = None")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _cli.main(["doctor", "my_adapter:implementation"]) == 0
+    assert "ckpt-wrap: the verdict is about core" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
