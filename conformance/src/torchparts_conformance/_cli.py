@@ -112,7 +112,7 @@ def _jobs(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     """Print everything about one requirement, and run its cases without capturing output."""
     asked = _requirement_named(arguments.explain, load_registry(), "--explain")
-    arguments.area = asked.area
+    arguments.area, arguments.profile = asked.area, asked.profile
     say(*_summary.explained(asked, cases_by_id().get(asked.id, [])), "")
     command = [sys.executable, "-m", "pytest", str(CASES), f"--rootdir={CASES}"]
     command += ["-c", str(CASES / "pytest.ini"), "-p", "torchparts_conformance.plugin"]

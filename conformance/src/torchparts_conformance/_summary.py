@@ -68,6 +68,8 @@ def _beside(report: Mapping[str, Any]) -> Iterator[str]:
                     yield f"beside it; {OWN}:"
                 is_first = False
                 yield f"{area:<13} {device:<5} {'; '.join(own)}"
+    if is_first and any(row["outcome"] == "not_claimed" for row in report["rows"]):
+        yield "torchparts' own requirements were not run; add --profile all to see them beside it"
 
 
 def _counts(verdict: Mapping[str, Any]) -> str:
