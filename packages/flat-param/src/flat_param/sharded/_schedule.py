@@ -38,6 +38,7 @@ from torch import nn
 
 from .._errors import StateError
 from .._torch_compat import at_end_of_backward
+from ..comm._buffer_pool import BufferPool
 from ..comm._capturing import refuse_capture
 from ..comm._comm import CommLog
 from ._order import publish
@@ -54,6 +55,7 @@ class Schedule:
     Attributes:
         units: in the order in which they were sharded.
         log: counts of their collectives.
+        pool: temporary buffers of their gradients.
         sync: whether the next backward reduces gradients over ranks.
         forward: the forward pass that runs.
         backward: the backward pass that runs, or was stopped.
@@ -62,6 +64,7 @@ class Schedule:
     def __init__(self) -> None:
         self.units: list[Unit] = []
         self.log = CommLog()
+        self.pool = BufferPool()
         self.sync = True
         self.forward: ForwardPass | None = None
         self.backward: BackwardPass | None = None
@@ -274,7 +277,7 @@ class Schedule:
                 "one that runs, but its gradients are summed already. Call that backward before "
                 "or after this one, and checkpoint with use_reentrant=False."
             )
-        grads.take(index)
+        grads.take(index, self.pool)
         state.arrived += 1
         if state.arrived == state.expected:
             for outer in unit.around:
@@ -373,7 +376,7 @@ class Schedule:
         if unit in current.units:
             current.units[unit].summed = True
         for grads in unit.grads:
-            current.reducing.append(grads.start_reduce(unit.reduction))
+            current.reducing.append(grads.start_reduce(unit.reduction, self.pool))
         current.reduced.append(unit)
 
     def _finish_reducing(self, current: BackwardPass) -> None:

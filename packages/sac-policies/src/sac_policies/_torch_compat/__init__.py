@@ -161,6 +161,12 @@ def in_fake_mode() -> bool:
     return _mode_of(_MODE_KEYS.FAKE) is not None
 
 
+is_measured: Callable[[], Any] = functools.partial(
+    vars(find("autograd.graph")).get, "recompute_callbacks"
+)
+"""Whether someone wants to know of recomputation; see `announced`."""
+
+
 def announced(number: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call a function that repeats a forward, and say so to those who measure.
 

@@ -100,7 +100,7 @@ def _traced(function: Callable[..., Any], args: Any, kwargs: Any, unit: Unit) ->
     """Run one forward, and return its trace."""
     clock = _Clock() if unit == "ns" else None
     calls = _Calls(clock)
-    region = Region(calls, Table(calls), Watch(calls), root_of(function), checks=False)
+    region = Region(calls, Table(), Watch(), root_of(function), checks=False)
     tape = _Profiled(region, calls)
     with clock or nullcontext():
         out = tape.run(function, args, kwargs)

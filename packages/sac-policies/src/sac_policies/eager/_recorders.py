@@ -15,8 +15,10 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .._torch_compat._dispatch import boxed_call, is_called_by_library
+from .._torch_compat._switches import switches_of
 from ..policies._decisions import Decision
 from ..policies._operators import BATCH_NORMS, RNNS, STATISTICS, Facts, facts_of
+from ..policies._per_policy import PerPolicy
 from ..policies._policies import DEPENDS, Constant, Policy
 from ..policies._views import Operator
 from ._aliasing import UNVERSIONED, tensors_among, version_of
@@ -65,6 +67,9 @@ class Tape(Protocol):
     ) -> bool:
         """Count a call, and return whether the policy keeps its result."""
 
+    def mark_like(self, base: torch.Tensor, out: Any) -> None:
+        """Offload what shares memory with a tensor that is to be offloaded, in its place."""
+
     def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
         """Record nothing while FSDP gathers or frees parameters."""
 
@@ -112,6 +117,7 @@ class Recorder:
         answer: the policy's constant answer.
         asks: whether each call is counted, and the policy is called after it.
         shares: whether its results share memory with its first argument.
+        switches: process-wide switches that choose its kernel.
         positions: of arguments that may be tensors.
         lists: positions of arguments that are lists of tensors.
         why: reason why its results are held although the policy does not keep them.
@@ -130,6 +136,7 @@ class Recorder:
         "positions",
         "run",
         "shares",
+        "switches",
         "why",
     )
 
@@ -147,6 +154,7 @@ class Recorder:
         self._short = "" if schema is None else schema.name.partition("::")[2]
         self.shares = self.facts.is_view or (self.is_aten and self._short in _UNSAFE_VIEWS)
         self._is_view = self.facts.is_view
+        self.switches = switches_of(self._short) if self.is_aten else None
         self.positions, self.lists = _tensor_positions(schema)
         self.run, self.why = self._kind(schema)
 
@@ -234,7 +242,7 @@ class Recorder:
         version = 0
         if self.shares:
             seen = tape.known.get(id(args[0]))
-            if (seen is None or seen.value.held is not None) and not tape.records_views:
+            if (seen is None or seen.value.held is not None) and self._stays_held(tape, args, out):
                 return out
             version = version_of(args[0]) if self._is_view else 0
         # DTensor makes views in autograd functions.
@@ -267,12 +275,22 @@ class Recorder:
             return out
         if self.shares:
             seen = tape.known.get(id(args[0]))
-            if (seen is None or seen.value.held is not None) and not tape.records_views:
+            if (seen is None or seen.value.held is not None) and self._stays_held(tape, args, out):
                 return out
         is_recorded = _is_grad_enabled() or self._is_view or self._is_called_by_library()
         if is_recorded and type(out) in (tuple, list):
             self._note_items(tape, args, kwargs, out)
         return out
+
+    def _stays_held(self, tape: Tape, args: tuple[Any, ...], out: Any) -> bool:
+        """Whether a result that shares memory of a held tensor is held itself, if it is read.
+
+        An unsafe view has a version counter of its own, which its base does not show.
+        """
+        if self._is_view:
+            return not tape.records_views
+        tape.mark_like(args[0], out)
+        return True
 
     def _note_items(
         self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -422,7 +440,10 @@ class Recorder:
         named = None
         if kwargs:
             named = {name: _listed(tape, arg, inputs) for name, arg in kwargs.items()}
-        return Call(self, values, named, inputs, copies)
+        call = Call(self, values, named, inputs, copies)
+        if self.switches is not None:
+            call.states = self.switches.read()
+        return call
 
     def _is_called_by_library(self) -> bool:
         return not self.is_aten and is_called_by_library(4)
@@ -437,11 +458,11 @@ class Recorder:
 class WithGradients:
     """An operator that returns what its backward needs only while gradients are on."""
 
-    __slots__ = ("call", "lists", "op", "positions", "shares")
+    __slots__ = ("call", "lists", "op", "positions", "shares", "switches")
 
     def __init__(self, recorder: Recorder) -> None:
         self.call: Callable[..., Any] = partial(_called_with_gradients, recorder.call)
-        self.op, self.shares = recorder.op, recorder.shares
+        self.op, self.shares, self.switches = recorder.op, recorder.shares, recorder.switches
         self.positions, self.lists = recorder.positions, recorder.lists
 
 
@@ -489,18 +510,14 @@ class Table:
         runs: what runs the calls of an operator, by `id`: hashing an operator runs Python.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy, self.offloads = policy, policy.offloads
+    def __init__(self) -> None:
         self.runs: dict[int, Run] = {}
         self.recorders: dict[Operator, Recorder] = {}
 
-    def run_of(self, op: Operator) -> Run:
-        recorder = self.recorders.get(op) or Recorder(op, self.policy)
+    def run_of(self, op: Operator, policy: Policy) -> Run:
+        recorder = self.recorders.get(op) or Recorder(op, policy)
         self.recorders[op], self.runs[id(op)] = recorder, recorder.run
         return recorder.run
 
 
-@lru_cache(maxsize=256)
-def table_of(policy: Policy) -> Table:
-    """Return the table of a policy; equal policies share one."""
-    return Table(policy)
+tables = PerPolicy(Table)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from .._torch_compat import (
 from .._torch_compat._dispatch import (
     LETS_COMPILE,
     finish,
+    has_own_dispatch,
     is_wrapper,
     leave_checkpoints,
     no_dispatch,
@@ -41,6 +42,7 @@ from .._torch_compat._module_calls import compiled_in
 from ..policies._decisions import Decision
 from ..policies._modules import ModulePath
 from ..policies._names import NAME_OP, listening
+from ..policies._operators import facts_of
 from ..policies._policies import DEPENDS, Policy
 from ..policies._unmatched import Watch
 from ..policies._views import Operator, OpView, RegionSummary
@@ -51,7 +53,7 @@ from ._guards import Guard
 from ._masks import UNPACK, packed, takes
 from ._moved import MovedTensor, NoHostMemoryError, is_movable, leaving
 from ._observed import Observed
-from ._recorders import Recorder, Table
+from ._recorders import Recorder, Run, Table
 from ._values import Call, Part, Replay, Seen, Value, changed, want
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
@@ -178,7 +180,7 @@ class Tape(TorchDispatchMode):
         self._runs = region.table.runs
         self._outer = outer
         # Hooks around the region store each value once, and a view keeps its base on the device.
-        self.records_views = outer is not None or region.table.offloads
+        self.records_views = outer is not None or region.policy.offloads
         self._is_open = True
         self.known: dict[int, Seen] = {}
         self._gone: list[Seen] = []
@@ -227,7 +229,7 @@ class Tape(TorchDispatchMode):
         """Call the function of a nested region under its own policy."""
         before = self.region
         self.region, self._runs = region, region.table.runs
-        self.records_views |= region.table.offloads
+        self.records_views |= region.policy.offloads
         try:
             with ExitStack() as until:
                 region.follow(until, self._named)
@@ -239,6 +241,9 @@ class Tape(TorchDispatchMode):
     def takes_hooks(self, hooks: Hooks | None) -> bool:
         """Whether autograd saves to this tape now."""
         return self._is_open and hooks is not None and hooks[0] == self._pack
+
+    def _run_of(self, op: Operator) -> Run:
+        return self.region.table.run_of(op, self.region.policy)
 
     def _end(self) -> None:
         """Forget all tensors; pack held tensors with the hooks around the region."""
@@ -256,7 +261,7 @@ class Tape(TorchDispatchMode):
         if outer is None:
             if self._small:
                 self._copy_small()
-            _ended.add(self)
+            _note_ended(self)
             return
         live = self._live_holders()
         held = [value.held for value in live]
@@ -362,8 +367,9 @@ class Tape(TorchDispatchMode):
             for moved in (each() for each in self._moved):
                 if moved is not None:
                     moved.leave(storages)
-            for tape in list(_ended):
-                tape._before_later_write(storages, hidden)
+            for tape in [each() for each in _ended.copy().values()]:  # others may add to it
+                if tape is not None:
+                    tape._before_later_write(storages, hidden)
 
     def _before_later_write(self, storages: set[int | None], hidden: set[int | None]) -> None:
         """After this region has ended, copy its held tensors before another region writes to them.
@@ -410,9 +416,18 @@ class Tape(TorchDispatchMode):
             return False
         region.kept = True
         if answer is Decision.OFFLOAD and not recorder.shares:
-            for each in tensors_among((out,)):
-                self._marked[id(each)] = ref(each)
+            self._mark(out)
         return True
+
+    def _mark(self, out: Any) -> None:
+        for each in tensors_among((out,)):
+            self._marked[id(each)] = ref(each)
+
+    def mark_like(self, base: torch.Tensor, out: Any) -> None:
+        """Offload what shares memory with a tensor that is to be offloaded, in its place."""
+        marked = self._marked.get(id(base)) if self._marked else None
+        if marked is not None and marked() is base:
+            self._mark(out)
 
     def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
         """Record nothing while FSDP gathers or frees parameters."""
@@ -434,15 +449,20 @@ class Tape(TorchDispatchMode):
                 if _reads_freed(value):
                     self._keep(value, tensor)
 
-    def note_wrappers(self, args: tuple[Any, ...]) -> None:
-        """Note the version of each wrapper subclass whose inner tensors a call will read."""
-        for tensor in tensors_among(args):
+    def note_wrappers(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the wrapper subclasses whose inner tensors a call will read.
+
+        A wrapper that the call writes to gets its next version when the call returns.
+        """
+        written = {id(each) for each in facts_of(op).written(args, kwargs)}
+        for tensor in tensors_among((*args, *kwargs.values())):
             if type(tensor) in _PLAIN or not is_wrapper(tensor):
                 continue
             base = base_of(tensor)
             whole = tensor if base is None else base
+            version = version_of(whole) + (id(tensor) in written)
             for each in parts_of(tensor):
-                self._wholes[id(each)] = ref(each), ref(whole), version_of(whole)
+                self._wholes[id(each)] = ref(each), ref(whole), version
 
     # Holding
 
@@ -460,8 +480,9 @@ class Tape(TorchDispatchMode):
         else:
             held = tensor if is_itself else unseen_alias(tensor)
             inner = self._wholes.get(id(tensor)) if self._wholes else None
-            if inner is not None and inner[0]() is tensor:
-                value = Part(held, version, *inner[1:])
+            whole = inner[1]() if inner is not None and inner[0]() is tensor else None
+            if inner is not None and whole is not None:
+                value = Part(held, version, inner[1], max(inner[2], version_of(whole)))
                 self._holders.append(ref(value))
             else:
                 value = self._held(held, version)
@@ -502,7 +523,7 @@ class Tape(TorchDispatchMode):
         view = region.view(NAME_OP, index, tensor, (tensor, label), {}, label)
         answer = region.policy.decide(view)
         if region.observer is not None:
-            region.table.run_of(NAME_OP)
+            region.table.run_of(NAME_OP, region.policy)
             region.observer.called(region.table.recorders[NAME_OP], index, tensor)
         if answer is None or not answer.keeps:
             return
@@ -624,8 +645,8 @@ def _dispatch(
                 continue
             if kind is FAKE_TENSOR:
                 return func(*args, **kwargs) if kwargs else func(*args)
-            if kind not in _PLAIN:
-                self.note_wrappers((*args, *(kwargs or {}).values()))
+            if kind not in _PLAIN and has_own_dispatch(kind):
+                self.note_wrappers(func, args, kwargs or {})
                 return NotImplemented
     if self._gone:
         self.forget_gone()
@@ -633,7 +654,7 @@ def _dispatch(
         out = func(*args, **kwargs) if kwargs else func(*args)
         self.follow_range(func, args)
         return out
-    run = self._runs.get(id(func)) or self.region.table.run_of(func)
+    run = self._runs.get(id(func)) or self._run_of(func)
     return run(self, args, kwargs or {})
 
 
@@ -654,8 +675,13 @@ def tape_here(hooks: Hooks | None) -> Tape | None:
     return tape if tape is not None and tape.takes_hooks(hooks) else None
 
 
-_ended: WeakSet[Tape] = WeakSet()
-"""Tapes of regions that have ended, while backward may need them."""
+_ended: dict[int, ref[Tape]] = {}
+"""Tapes of regions that have ended, while backward may need them; of all threads."""
+
+
+def _note_ended(tape: Tape) -> None:
+    at = id(tape)
+    _ended[at] = ref(tape, lambda _: _ended.pop(at, None) and None)
 
 
 def _nothing() -> None:

@@ -8,14 +8,16 @@ the values that backward may need.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
 
 from .._errors import MutationError
-from .._torch_compat import announced, next_node_number
+from .._torch_compat import announced, is_measured, next_node_number
 from .._torch_compat._dispatch import below_autograd, no_torch_function
+from .._torch_compat._switches import States, Switches
 from ._aliasing import UNVERSIONED, copy_of, version_of
 from ._guards import Guard
 
@@ -124,6 +126,7 @@ class Recorded(Protocol):
     op: Any
     call: Callable[..., Any]
     shares: bool
+    switches: Switches | None
     positions: tuple[int, ...]
     lists: tuple[int, ...]
 
@@ -136,11 +139,22 @@ class Call(Value):
         inputs: all values among the arguments.
         items: the values of several results.
         copies: whether the operator writes to its first argument, of which each run makes a copy.
+        states: of the recorder's switches; None without any.
         number: autograd's number of the last node that the forward had created.
         wanted: whether backward may run it.
     """
 
-    __slots__ = ("args", "copies", "inputs", "items", "kwargs", "number", "recorder", "wanted")
+    __slots__ = (
+        "args",
+        "copies",
+        "inputs",
+        "items",
+        "kwargs",
+        "number",
+        "recorder",
+        "states",
+        "wanted",
+    )
 
     def __init__(
         self,
@@ -156,6 +170,7 @@ class Call(Value):
         self.recorder, self.args, self.kwargs, self.inputs = recorder, args, kwargs, inputs
         self.items: list[ref[Item] | None] | None = None
         self.copies = copies
+        self.states: States | None = None
         self.number = next_node_number() - 1
         self.wanted = False
 
@@ -185,10 +200,13 @@ class Call(Value):
                 args[at] = _read(args[at], made)
         if self.copies:
             args[0] = copy_of(args[0])
+        call = recorder.call
         if self.kwargs:
-            kwargs = {name: _read(arg, made) for name, arg in self.kwargs.items()}
-            return announced(self.number, recorder.call, *args, **kwargs)
-        return announced(self.number, recorder.call, *args)
+            call = partial(call, **{name: _read(arg, made) for name, arg in self.kwargs.items()})
+        if self.states is not None:
+            assert recorder.switches is not None, "a call has states of switches"
+            call = partial(recorder.switches.set_to, self.states, call)
+        return announced(self.number, call, *args) if is_measured() else call(*args)
 
 
 class Item(Value):
@@ -276,10 +294,9 @@ class Replay:
             self._backward = backward
         tensor = value.now()
         if tensor is None:
-            if isinstance(value, Call) and _is_ready(value):
-                tensor = announced(-1, self._made_at_once, value, caches)
-            else:
-                tensor = announced(-1, self._made, value, caches)
+            at_once = isinstance(value, Call) and _is_ready(value)
+            make: Callable[..., torch.Tensor] = self._made_at_once if at_once else self._made
+            tensor = announced(-1, make, value, caches) if is_measured() else make(value, caches)
         value.reads += 1
         if value.reads >= value.readers:
             value.cached, value.reads = None, 0
