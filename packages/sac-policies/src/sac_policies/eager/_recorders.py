@@ -23,7 +23,7 @@ from ..policies._policies import DEPENDS, Constant, Policy
 from ..policies._views import Operator
 from ._aliasing import UNVERSIONED, tensors_among, version_of
 from ._fsdp import RANGE_OPS
-from ._values import Call, Item, Seen, Value
+from ._values import Known, OpCall, Result, Value
 
 
 class Tape(Protocol):
@@ -35,7 +35,7 @@ class Tape(Protocol):
         records_views: whether views of held tensors are recorded.
     """
 
-    known: dict[int, Seen]
+    known: dict[int, Known]
     note_gone: Callable[[Any], None]
     records_views: bool
 
@@ -89,6 +89,7 @@ _UNDEFINED = frozenset(
         "lift_fresh",
         "_ctc_loss",
         "_cudnn_ctc_loss",
+        "linalg_lstsq",
     )
 )
 """Not functional: their result is uninitialised or reads past its argument."""
@@ -257,7 +258,7 @@ class Recorder:
         ):
             value = self._recorded(tape, args, kwargs)
             if version != UNVERSIONED:
-                seen = Seen(out, tape.note_gone)
+                seen = Known(out, tape.note_gone)
                 seen.key, seen.value, seen.version = id(out), value, version
                 tape.known[seen.key] = seen
         return out
@@ -307,7 +308,7 @@ class Recorder:
                 dtype = each.dtype
                 exact = not (dtype.is_floating_point or dtype.is_complex)
                 if self._is_view or not (exact and self._cuts(args, dtype)):
-                    item = Item(call, at)
+                    item = Result(call, at)
                     tape.note(each, item, version)
             call.items.append(None if item is None else ref(item))
 
@@ -346,7 +347,7 @@ class Recorder:
         if _is_grad_enabled() and not self.keeps:
             before, after = args[: STATISTICS.start], args[STATISTICS.stop :]
             call = self._recorded(tape, (*before, None, None, *after), kwargs)
-            normalized = Item(call, 0)
+            normalized = Result(call, 0)
             call.items = [ref(normalized), *[None] * (len(out) - 1)]
             tape.note(out[0], normalized, 0)
         return out
@@ -359,7 +360,7 @@ class Recorder:
         if _is_grad_enabled() and not self.keeps:
             call = self._recorded(tape, args, kwargs)
             call.recorder = WithGradients(self)
-            items = [Item(call, at) for at in range(len(out))]
+            items = [Result(call, at) for at in range(len(out))]
             call.items = [ref(item) for item in items]
             for item, each in zip(items, out, strict=True):
                 tape.note(each, item, 0)
@@ -418,7 +419,7 @@ class Recorder:
 
     def _recorded(
         self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], copies: bool = False
-    ) -> Call:
+    ) -> OpCall:
         inputs: list[Value] = []
         values, count, known = list(args), len(args), tape.known
         for at in self.positions:
@@ -440,7 +441,7 @@ class Recorder:
         named = None
         if kwargs:
             named = {name: _listed(tape, arg, inputs) for name, arg in kwargs.items()}
-        call = Call(self, values, named, inputs, copies)
+        call = OpCall(self, values, named, inputs, copies)
         if self.switches is not None:
             call.states = self.switches.read()
         return call

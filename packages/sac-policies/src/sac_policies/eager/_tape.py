@@ -54,7 +54,7 @@ from ._masks import UNPACK, packed, takes
 from ._moved import MovedTensor, NoHostMemoryError, is_movable, leaving
 from ._observed import Observed
 from ._recorders import Recorder, Run, Table
-from ._values import Call, Part, Replay, Seen, Value, changed, want
+from ._values import Known, OpCall, Part, Replay, Value, changed, want
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
@@ -182,8 +182,8 @@ class Tape(TorchDispatchMode):
         # Hooks around the region store each value once, and a view keeps its base on the device.
         self.records_views = outer is not None or region.policy.offloads
         self._is_open = True
-        self.known: dict[int, Seen] = {}
-        self._gone: list[Seen] = []
+        self.known: dict[int, Known] = {}
+        self._gone: list[Known] = []
         self.note_gone = self._gone.append
         self._holders: list[ref[Value]] = []
         self._small: list[ref[Value]] = []
@@ -311,7 +311,7 @@ class Tape(TorchDispatchMode):
     def note(self, tensor: torch.Tensor, value: Value, version: int) -> None:
         """Note the value of a tensor at this version; an inference tensor stays unknown."""
         if version != UNVERSIONED:
-            seen = Seen(tensor, self.note_gone)
+            seen = Known(tensor, self.note_gone)
             seen.key, seen.value, seen.version = id(tensor), value, version
             self.known[seen.key] = seen
 
@@ -332,7 +332,7 @@ class Tape(TorchDispatchMode):
         if self.region.observer is not None:
             self.region.observer.replaced(bits, mask)
         held = self._held(bits)
-        call = Call(UNPACK, [held, tuple(mask.shape), mask.stride(), mask.dtype], None, [held])
+        call = OpCall(UNPACK, [held, tuple(mask.shape), mask.stride(), mask.dtype], None, [held])
         self.note(mask, call, version)
 
     def before_write(
