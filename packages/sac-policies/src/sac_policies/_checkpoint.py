@@ -15,8 +15,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ._errors import EngineError, PolicyError, shown
 from ._torch_compat import in_func_transform, is_traced
 from .compiled._tags import tags
-from .eager import _region as region
 from .eager import _second_forward as second_forward
+from .eager import _tape as tape
 from .eager._parted import parted
 from .policies._functions import PolicyLike, as_policy, is_selective, selective
 from .policies._policies import Policy, behind
@@ -82,7 +82,7 @@ def checkpoint(
     if is_traced():
         return _run_traced(function, args, kwargs, functools.partial(tags, policy))
     own = own_arguments(kwargs) if kwargs else {}
-    return region.run(function, args, own, policy, kwargs.get("determinism_check", "default"))
+    return tape.run(function, args, own, policy, kwargs.get("determinism_check", "default"))
 
 
 def _run_traced(

@@ -13,7 +13,7 @@ from ._checkpoint import check_call, own_arguments
 from ._errors import EngineError
 from ._frames import user_line
 from ._torch_compat import is_traced
-from .eager import _region as region
+from .eager import _tape as tape
 from .eager._moved import OffloadStats
 from .eager._observed import Observed
 from .policies._catalogue import ATTENTION, CONVOLUTIONS, MATMULS, Group
@@ -256,7 +256,7 @@ def report(function: Callable[..., Any], *args: Any, policy: PolicyLike, **kwarg
     own = own_arguments(kwargs)
     given = (*args, *own.values())
     with Rollback(function, *given, tensors=tensors_behind(given)) as rollback, rollback.watching():
-        out = region.run(function, args, own, recorded, "none", observed)
+        out = tape.run(function, args, own, recorded, "none", observed)
     held = observed.held()
     del out
     rows = []

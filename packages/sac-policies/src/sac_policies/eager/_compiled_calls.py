@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -29,10 +29,8 @@ from ..policies._names import NAME_OP
 from ..policies._views import OpView
 from ._aliasing import version_of
 from ._parted import parted
+from ._region import Region
 from ._values import changed
-
-if TYPE_CHECKING:
-    from ._region import Region
 
 
 class _CompiledCall:

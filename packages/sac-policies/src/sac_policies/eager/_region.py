@@ -1,26 +1,23 @@
-"""Regions: calls of a function under a policy, run on a tape."""
+"""A region: one call of a function under a policy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from .._torch_compat import saved_tensor_hooks
 from .._torch_compat._dispatch import LETS_COMPILE
 from .._torch_compat._module_calls import compiled_in
-from ..policies._modules import ModulePath, root_of
+from ..policies._modules import ModulePath
 from ..policies._names import listening
 from ..policies._policies import Policy
-from ..policies._unmatched import PolicyUse, uses
+from ..policies._unmatched import PolicyUse
 from ..policies._views import Operator, OpView, RegionSummary
-from ._compiled_calls import follow_compiled
 from ._observed import Observed
-from ._recorders import Table, tables
-from ._tape import Tape, tape_here
+from ._recorders import Table
 
 
 class Region:
@@ -69,62 +66,14 @@ class Region:
         return OpView(op, index, out, args, kwargs, module, label)
 
     def follow(self, until: ExitStack, named: Callable[[torch.Tensor, str], None]) -> None:
-        """Follow compiled modules, and modules and names if the policy reads them."""
+        """Follow modules and names, if the policy reads them."""
         if self.path is not None:
             self.path.follow(until)
         if self.table.reads_names:
             until.enter_context(listening(named))
-        if self.compiled:
-            follow_compiled(self.compiled, self, until)
 
     def seen(self) -> RegionSummary:
         """Summarize the region, to find entries of the policy that match nothing."""
         calls = {op: self.calls.get(id(op), 0) for op in (*self.inside, *self.table.recorders)}
         paths = frozenset() if self.path is None else self.path.known
         return RegionSummary(calls, frozenset(self.labels), paths, self.kept)
-
-
-def run(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    policy: Policy,
-    check: str = "default",
-    observer: Observed | None = None,
-) -> Any:
-    """Call `function` so that backward replays what `policy` does not keep.
-
-    Args:
-        function: called once; backward calls single operators again.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        policy: what to keep.
-        check: "default", "bits" or "none". "default" compares
-            in the first forward of a function under a policy.
-        observer: sees every call that the policy is asked about.
-
-    Raises:
-        PolicyError: the policy reads modules, and there is no module to name paths from.
-    """
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    use = uses.of(policy)
-    root = function if isinstance(function, nn.Module) else root_of(function)
-    is_new = use.is_new(function) if root is None else id(root) not in use.known
-    checks = check == "bits" or (is_new and check == "default")
-    # In the first forward, a new table lists only the operators of this region, for warnings.
-    table = Table(policy) if is_new else tables.of(policy)
-    region = Region(policy, table, use, root, checks, observer)
-    hooks = saved_tensor_hooks()
-    tape = tape_here(hooks)
-    use.running.append(None)
-    try:
-        if tape is None:
-            out = Tape(region, hooks).run(function, args, kwargs)
-        else:
-            out = tape.run_inside(region, function, args, kwargs)
-    finally:
-        use.running.pop()
-    if is_new or use.open:
-        use.forward_ended(policy, region.seen(), function)
-    return out

@@ -1,12 +1,12 @@
-"""The tape of one region: its dispatch mode, its saved-tensor hooks, and the known tensors."""
+"""The tape of a region: its dispatch mode, its saved-tensor hooks, and the known tensors."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -28,6 +28,7 @@ from .._torch_compat import (
     is_freed,
     pop_hooks,
     push_hooks,
+    saved_tensor_hooks,
 )
 from .._torch_compat._dispatch import (
     LETS_COMPILE,
@@ -39,20 +40,22 @@ from .._torch_compat._dispatch import (
     unseen_alias,
 )
 from ..policies._decisions import Decision
+from ..policies._modules import root_of
 from ..policies._names import NAME_OP
 from ..policies._operators import facts_of
-from ..policies._policies import DEPENDS
+from ..policies._policies import DEPENDS, Policy
+from ..policies._unmatched import uses
 from ..policies._views import Operator
 from ._aliasing import UNVERSIONED, copy_of, storage_of, tensors_among, version_of
+from ._compiled_calls import follow_compiled
 from ._fsdp import Ranges
 from ._guards import Guard
 from ._masks import UNPACK, packed, takes
 from ._moved import MovedTensor, NoHostMemoryError, is_movable, leaving
-from ._recorders import Recorder, Run
+from ._observed import Observed
+from ._recorders import Recorder, Run, Table, tables
+from ._region import Region
 from ._values import Known, OpCall, Part, Replay, Value, changed, want
-
-if TYPE_CHECKING:
-    from ._region import Region
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
@@ -146,7 +149,7 @@ class Tape(TorchDispatchMode):
         push_hooks(self._pack, self._unpack)
         try:
             with self, ExitStack() as until:
-                self.region.follow(until, self._named)
+                self._follow(until)
                 try:
                     return function(*args, **kwargs)
                 except BaseException as error:
@@ -169,11 +172,17 @@ class Tape(TorchDispatchMode):
         self.records_views |= region.table.offloads
         try:
             with ExitStack() as until:
-                region.follow(until, self._named)
+                self._follow(until)
                 return function(*args, **kwargs)
         finally:
             self.region, self._runs = before, before.table.runs
             before.inside |= region.inside | region.table.recorders.keys()
+
+    def _follow(self, until: ExitStack) -> None:
+        region = self.region
+        region.follow(until, self._named)
+        if region.compiled:
+            follow_compiled(region.compiled, region, until)
 
     def takes_hooks(self, hooks: Hooks | None) -> bool:
         """Whether autograd saves to this tape now."""
@@ -612,6 +621,52 @@ def tape_here(hooks: Hooks | None) -> Tape | None:
     """Return this thread's tape, if its hooks are the current ones."""
     tape = _current.tape
     return tape if tape is not None and tape.takes_hooks(hooks) else None
+
+
+def run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    check: str = "default",
+    observer: Observed | None = None,
+) -> Any:
+    """Call `function` so that backward replays what `policy` does not keep.
+
+    Args:
+        function: called once; backward calls single operators again.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        policy: what to keep.
+        check: "default", "bits" or "none". "default" compares
+            in the first forward of a function under a policy.
+        observer: sees every call that the policy is asked about.
+
+    Raises:
+        PolicyError: the policy reads modules, and there is no module to name paths from.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    use = uses.of(policy)
+    root = function if isinstance(function, nn.Module) else root_of(function)
+    is_new = use.is_new(function) if root is None else id(root) not in use.known
+    checks = check == "bits" or (is_new and check == "default")
+    # In the first forward, a new table lists only the operators of this region, for warnings.
+    table = Table(policy) if is_new else tables.of(policy)
+    region = Region(policy, table, use, root, checks, observer)
+    hooks = saved_tensor_hooks()
+    tape = tape_here(hooks)
+    use.running.append(None)
+    try:
+        if tape is None:
+            out = Tape(region, hooks).run(function, args, kwargs)
+        else:
+            out = tape.run_inside(region, function, args, kwargs)
+    finally:
+        use.running.pop()
+    if is_new or use.open:
+        use.forward_ended(policy, region.seen(), function)
+    return out
 
 
 _ended: dict[int, ref[Tape]] = {}
