@@ -39,7 +39,8 @@ def checkpoint(
     `function` runs once: backward calls single operators again, and never Python code of
     `function`. Results that cannot be reproduced are kept: random numbers, results of in-place and
     unknown operators, integers. Compiled code is recomputed by the compiler; a compiled module
-    inside an eager region runs again as a whole, as in torch's checkpoint.
+    inside an eager region runs again as a whole, as in torch's checkpoint, unless it wrote to
+    something.
 
     Args:
         function: a module or any callable of tensors.
