@@ -308,7 +308,7 @@ def peers(session: nox.Session, peer: str) -> None:
     install_parts(session, "conformance")
     session.install(*constraint(), *PEERS[peer])
     session.run(
-        *("torchparts-conformance", "run", "--impl", peer, "--device", "cpu"),
+        *("torchparts-conformance", "run", "--impl", peer, "--device", "cpu", "--profile", "all"),
         *("--out", f"conformance-output/{peer}", *session.posargs),
         success_codes=[0, 1],
     )
@@ -364,6 +364,7 @@ def publish(session: nox.Session) -> None:
     for ours in ("ours", *TORCHS):
         session.run(
             *("torchparts-conformance", "run", "--impl", ours, "--device", "cpu"),
+            *("--profile", "all"),
             *("--out", f"conformance-output/{ours}", *session.posargs),
             success_codes=[0, 1],
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -141,6 +142,46 @@ def test_parts_on_meta_are_given_values_and_others_keep_them() -> None:
     assert all(map(torch.equal, loaded.parameters(), before))
     assert module[1].weight is module[0].weight
     assert not any(param.is_meta for param in module.parameters())
+
+
+def test_values_beside_meta_tensors_are_kept() -> None:
+    """Of a layer whose bias alone is new, and of statistics."""
+    layer, norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+    layer.bias = nn.Parameter(torch.empty(3, device="meta"))
+    norm.weight = nn.Parameter(torch.empty(3, device="meta"))
+    assert norm.running_mean is not None
+    norm.running_mean.fill_(7.0)
+    before = layer.weight.detach().clone()
+    module = fully_shard(nn.Sequential(layer, norm))
+    assert torch.equal(layer.weight, before)
+    assert norm.running_mean.tolist() == [7.0] * 3
+    assert norm.weight.tolist() == [1.0] * 3
+    assert not any(param.is_meta for param in module.parameters())
+
+
+@pytest.mark.parametrize("has_reference", [False, True])
+def test_optimizer_over_meta_parameters_trains_them_or_raises(has_reference: bool) -> None:
+    """Attributes and hooks stay; torch exchanges no tensor that has weak references."""
+    with torch.device("meta"):
+        layer = nn.Linear(3, 3)
+    weight, heard = layer.weight, []
+    weight.tag = "no decay"
+    weight.register_post_accumulate_grad_hook(heard.append)
+    reference = weakref.ref(weight) if has_reference else None
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    fully_shard(layer)
+    before = layer.weight.detach().clone()
+    layer(torch.ones(2, 3)).sum().backward()
+    assert len(heard) == 1
+    assert layer.weight.tag == "no decay"
+    if has_reference:
+        assert reference is not None
+        with pytest.raises(ParameterError, match="'weight' was a DTensor or on meta"):
+            optimizer.step()
+        return
+    assert layer.weight is weight
+    optimizer.step()
+    assert not torch.equal(layer.weight, before)
 
 
 @pytest.mark.parametrize(

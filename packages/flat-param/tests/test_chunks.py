@@ -3,8 +3,54 @@ import io
 
 import pytest
 import torch
+from torch import nn
 
-from flat_param import flatten
+from flat_param import StateError, flat_params_of, flatten
+
+
+class _PerParameter(torch.optim.Optimizer):
+    """Plain descent, with a factor for each parameter."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def factor(self, param):
+        return 1.0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= group["lr"] * self.factor(param) * param.grad
+
+
+class _NormPerParameter(_PerParameter):
+    """As in LARS."""
+
+    def factor(self, param):
+        return param.norm() / param.grad.norm()
+
+
+class _Noisy(_PerParameter):
+    """Draws other numbers for a longer parameter."""
+
+    def factor(self, param):
+        return torch.randn_like(param)
+
+
+class _WithAnObject(_NormPerParameter):
+    """A copy would share the object."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.seen = object()
+
+
+class _SumOverAll(_PerParameter):
+    """As Prodigy does."""
+
+    def factor(self, param):
+        return sum(p.grad.square().sum() for g in self.param_groups for p in g["params"])
 
 
 def train(module, optimizer, steps=3, clear=None):
@@ -175,3 +221,79 @@ def test_chunks_on_an_accelerator_are_whole_segments():
             optimizer.step()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, _NormPerParameter])
+def test_optimizer_of_whole_parameters_is_refused(mlp, make):
+    """By what it does to one flat parameter and to two; nothing has changed."""
+    flat = flatten(mlp)
+    before = flat.as_vector().clone()
+    optimizer = make(flat.chunks(), lr=0.1)
+    mlp(torch.ones(2, 5)).sum().backward()
+    with pytest.raises(
+        StateError, match=f"{make.__name__} computes with each parameter as a whole"
+    ):
+        optimizer.step()
+    assert torch.equal(flat.as_vector(), before)
+
+
+@pytest.mark.parametrize("make", [_Noisy, _WithAnObject, _SumOverAll])
+def test_optimizer_that_may_step_chunks_does(mlp, make):
+    """Random ones, those that cannot be copied, and those that add up over all parameters."""
+    flat = flatten(mlp)
+    before, generator = flat.as_vector().clone(), torch.get_rng_state()
+    optimizer = make(flat.chunks(), lr=0.1)
+    mlp(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    assert torch.equal(torch.get_rng_state(), generator) == (make is not _Noisy)
+    assert not torch.equal(flat.as_vector(), before)
+
+
+@pytest.mark.parametrize("write", ["step", "load", "average"])
+def test_backward_notices_that_parameters_were_written(mlp, write):
+    """As in plain training, autograd refuses a backward through a forward before a step."""
+    flat, x = flatten(mlp), torch.ones(2, 5)
+    optimizer = torch.optim.SGD(flat.chunks(8), lr=0.1)
+    out = mlp(x)
+    out.square().sum().backward(retain_graph=True)
+    if write == "step":
+        optimizer.step()
+    elif write == "load":
+        flat.load_vector(flat.as_vector().clone())
+    else:
+        flat.lerp_(flat_params_of(copy.deepcopy(mlp)), 0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_step_over_some_chunks_is_no_write_to_the_other_parameters(mlp):
+    """Two optimizers, one for each half, as of two players."""
+    flat, x = flatten(mlp), torch.ones(2, 5)
+    (start, _), *_ = flat.layouts[next(iter(flat.layouts))].ranges[2:]
+    first, second = flat.chunks(start)[:2]
+    out = mlp[0](x)
+    mlp(x).sum().backward()
+    first.grad = None
+    torch.optim.SGD([first, second], lr=0.1).step()
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("how", ["none", "other"])
+def test_middle_gradient_cleared_before_a_step_is_not_applied(how):
+    """As for separate parameters, which are compared before each step."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    plain = copy.deepcopy(layers)
+    flat = flatten(layers)
+    flat_optimizer = torch.optim.SGD(flat.chunks(), lr=0.1)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for model in (layers, plain):
+        model(torch.ones(2, 4)).square().sum().backward()
+    flat.clip_(1.0)
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    for model in (layers, plain):
+        for param in model[1].parameters():
+            param.grad = None if how == "none" else torch.ones_like(param)
+    flat_optimizer.step()
+    optimizer.step()
+    for param, same in zip(layers.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param, same)

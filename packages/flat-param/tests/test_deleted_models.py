@@ -174,6 +174,7 @@ AT_ONCE: dict[str, Callable[[nn.Module], None]] = {
 @pytest.mark.parametrize("way", AT_ONCE)
 def test_deleted_model_is_freed_without_a_collection(group_of_one: None, way: str) -> None:
     """A unit and its schedule do not keep each other, nor a module and its segments."""
+    AT_ONCE[way](model())  # the first step of a process imports modules of torch, which are cycles
     net = model()
     params = list(map(weakref.ref, net.parameters()))
     gc.collect()
@@ -185,6 +186,19 @@ def test_deleted_model_is_freed_without_a_collection(group_of_one: None, way: st
         assert [param() for param in params] == [None] * len(params)
     finally:
         gc.enable()
+
+
+def test_pool_of_a_deleted_model_is_freed(group_of_one: None) -> None:
+    """Also if gradients are kept, which refer to process groups."""
+    net = model()
+    sharded("ZeRO-3")(net)
+    train(net)
+    kept = [param.grad for param in net.parameters()]
+    pool = weakref.ref(net._flat_param.schedule.pool)
+    assert any(pool()._free.values())
+    del net
+    assert pool() is None
+    assert kept
 
 
 @pytest.mark.parametrize("way", ["trained", "stepped_over_chunks"])

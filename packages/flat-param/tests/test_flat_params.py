@@ -89,6 +89,13 @@ def test_norm_of_any_order_is_torchs(holder, sizes, ord):
         torch.testing.assert_close(norm.float(), expected.float(), rtol=1e-5, atol=0)
 
 
+def test_norm_over_segments_is_as_exact_as_the_widest(holder):
+    """Of float64 and bfloat16 parameters, in float64."""
+    parts = [torch.full((3,), 1 / 3, dtype=torch.float64), torch.ones(4, dtype=torch.bfloat16)]
+    expected = torch.cat([part.double() for part in parts]).norm()
+    torch.testing.assert_close(flatten(holder(*parts)).norm(), expected, rtol=1e-15, atol=0)
+
+
 def test_norm_of_complex_numbers_is_real(holder):
     """Beside real ones."""
     flat = flatten(holder(torch.full((1 << 18,), 3 + 4j), torch.ones(1)))

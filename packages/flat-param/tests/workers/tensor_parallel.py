@@ -176,7 +176,7 @@ def check_optimizers_of_replaced_parameters_are_refused(rank: int, world: int) -
     assert model.head.weight is head
     raises(
         flat_param.ParameterError,
-        "parameter 'blocks.0.norm.weight' was a DTensor that the optimizer still has",
+        "parameter 'blocks.0.norm.weight' was a DTensor or on meta, and the optimizer still",
         optimizer.step,
     )
 

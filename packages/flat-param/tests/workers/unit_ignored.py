@@ -155,19 +155,22 @@ def check_nothing_is_done_to_them(rank: int, world: int) -> None:
         assert layer.up.weight.numel() < 25 or world == 1
 
 
-def check_one_with_values_beside_meta_tensors_is_refused(rank: int, world: int) -> None:
-    """Initialising its module would overwrite it."""
+def check_one_with_values_beside_meta_tensors_keeps_them(rank: int, world: int) -> None:
+    """Its module is initialised."""
     layer = build().first
-    kept = layer.scale
+    kept, before = layer.scale, layer.scale.detach().clone()
     layer.to("meta")
     layer.scale = kept
-    text = "has tensors on meta beside an ignored parameter that has values"
-    raises(
-        flat_param.ParameterError,
-        text,
-        lambda: fully_shard(layer, ignored_params={kept}, init_fn=lambda module: None),
-    )
-    assert layer.up.weight.is_meta
+
+    def init(module: nn.Module) -> None:
+        with torch.no_grad():
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                tensor.fill_(3.0)
+
+    fully_shard(layer, ignored_params={kept}, init_fn=init)
+    assert layer.scale is kept
+    assert torch.equal(kept, before)
+    assert (whole_state(layer)["up.weight"] == 3).all()
 
 
 def check_checkpoints_have_them(rank: int, world: int) -> None:

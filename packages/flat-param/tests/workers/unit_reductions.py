@@ -166,6 +166,19 @@ def check_gradients_that_a_user_keeps_stay(rank: int, world: int) -> None:
         assert all(map(torch.equal, kept, before))
 
 
+def check_norm_of_float64_gradients_is_as_exact(rank: int, world: int) -> None:
+    """A sum of float32 norms would be off by 1e-8."""
+    ids = batches(world, 1)[-1]
+    reference, model = plain().double(), fully_shard(plain().double())
+    loss_of(reference, ids).backward()
+    loss_of(model, share(ids, rank)).backward()
+    norm = model.clip_grad_norm_(1.0)
+    expected = nn.utils.get_total_norm(
+        [p.grad for p in reference.parameters() if p.grad is not None]
+    )
+    torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
+
+
 def check_hook_changes_sums_as_fsdp2s(rank: int, world: int) -> None:
     """Before they are divided, of one unit, once for each sum; and no more when it is said."""
     for shape in ((world,), (world, 1), (1, world)):

@@ -14,6 +14,8 @@ from .._torch_compat import norms_of, without_torch_function
 from ..buffers._dtensors import DTensorPlace, local_of
 from ._comm import CommLog, Communicator
 
+_DOUBLE = (torch.float64, torch.complex128)
+
 Spread = tuple[Communicator, ...]
 """Communicators over which a gradient is cut: of the unit, and of tensor parallelism."""
 
@@ -43,7 +45,9 @@ def checked_norms(max_norm: float, norm_type: float) -> tuple[float, float]:
 
 @torch.no_grad()
 def norm_over(parts: Iterable[tuple[Spread, Spread, Tensor | None]], norm_type: float) -> Tensor:
-    """The norm of gradients over ranks, `()`. Collective.
+    """The norm of gradients over ranks, `()`; float64 if a gradient is. Collective.
+
+    Norms are added in float64, on ranks without gradients too.
 
     Args:
         parts: for each gradient, in an order that is the same on all ranks: communicators over
@@ -57,14 +61,15 @@ def norm_over(parts: Iterable[tuple[Spread, Spread, Tensor | None]], norm_type: 
         key = _groups_of(cut), _groups_of(beside)
         _, _, grads = lists.setdefault(key, (cut, beside, []))
         grads += [] if grad is None else [grad]
-    sums = []
+    sums, is_double = [], False
     for cut, beside, grads in lists.values():
+        is_double = is_double or any(grad.dtype in _DOUBLE for grad in grads)
         total = _power_sum(grads, norm_type)
         for comms, how in ((cut, op), (beside, dist.ReduceOp.MAX)):
             for comm in comms:
                 comm.all_reduce(total, how, of_unit=False).wait()
         sums.append(total)
-    return _root(sums, norm_type)
+    return _root(sums, norm_type).to(torch.float64 if is_double else torch.float32)
 
 
 def _groups_of(comms: Spread) -> tuple[object, ...]:
@@ -78,13 +83,20 @@ def spread_of(place: DTensorPlace | None, log: CommLog) -> Spread:
 
 
 def _power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
-    """Return the sum of |g|^p, or the largest |g| for an infinite p; `()`, float32."""
+    """Return the sum of |g|^p, or the largest |g| for an infinite p; `()`."""
     filled = [grad for grad in grads if grad.numel()]
     if not filled:
-        return torch.zeros((), device=grads[0].device if grads else None)
+        device = grads[0].device if grads else torch.get_default_device()
+        return torch.zeros((), dtype=_wide(device), device=device)
+    wide = _wide(filled[0].device)
     with without_torch_function():  # pieces of gradients refuse to be reduced
-        norms = torch.stack([norm.float() for norm in norms_of(filled, norm_type)])
+        norms = torch.stack([norm.to(wide) for norm in norms_of(filled, norm_type)])
     return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    """The dtype in which norms are added: the widest that the device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _root(sums: list[Tensor], norm_type: float) -> Tensor:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import CommError
+from ._buffer_pool import BufferPool
 from ._capturing import is_capturing
 from ._exchange import to_gather_halves, to_sum
 from ._exit import dropped_at_exit
@@ -182,17 +183,18 @@ class Communicator:
             return self._start("all_gather", sent, dist.all_to_all_single, *exchanged)
         return self._start("all_gather", sent, _all_gather, out, shard)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor) -> Pending:
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, pool: BufferPool) -> Pending:
         """Sum `full` (world * shard,) over ranks into this rank's `out` (shard,). Collective.
 
-        `full` must stay untouched until `wait` returns.
+        `full` must stay untouched until `wait` returns. `pool` has temporary buffers.
         """
         if self.world_size == 1:
             out.copy_(full)
             return Pending(self, "reduce_scatter")
         sent, what = (self.world_size - 1) * out.nbytes, "reduce_scatter"
         if self.is_gloo(full.device.type):
-            exchanged, add_up = to_sum(out, full, rank=self.rank, world_size=self.world_size)
+            ranks = {"rank": self.rank, "world_size": self.world_size}
+            exchanged, add_up = to_sum(out, full, **ranks, pool=pool)
             return self._start(what, sent, dist.all_to_all_single, *exchanged).then(add_up)
         return self._start(what, sent, _reduce_scatter, out, full)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._buffer_pool import acquire, release
+from ._buffer_pool import BufferPool
 
 Arguments = tuple[Tensor, Tensor, list[int] | None, list[int] | None]
 """Arguments of `all_to_all_single`: output, input, elements from and to each rank."""
@@ -27,11 +27,11 @@ def to_gather_halves(full: Tensor, shard: Tensor, *, rank: int) -> Arguments:
 
 
 def to_sum(
-    out: Tensor, full: Tensor, *, rank: int, world_size: int
+    out: Tensor, full: Tensor, *, rank: int, world_size: int, pool: BufferPool
 ) -> tuple[Arguments, Callable[[], None]]:
     """The exchange for a sum of `full` (world * shard,) into `out` (shard,), and the addition."""
     mine, given = _halves(full, rank) if world_size == 2 else (None, full)
-    buffer = acquire(given.numel(), dtype=full.dtype, device=full.device)
+    buffer = pool.acquire(given.numel(), dtype=full.dtype, device=full.device)
     received = buffer[: given.numel()]
 
     def add_up() -> None:
@@ -40,7 +40,7 @@ def to_sum(
         torch.add(first, second, out=out)  # a third of the time of a sum over few rows
         for other in others:
             out.add_(other)
-        release(buffer)
+        pool.release(buffer)
 
     if mine is None:
         return (received, given, None, None), add_up

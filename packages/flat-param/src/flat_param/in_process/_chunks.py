@@ -13,12 +13,17 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from .._errors import StateError
 from ..buffers._elementwise import ELEMENTWISE
 from ._flat_segment import FlatSegment
 from ._flat_segments import FlatSegments
+from ._optimizer_check import check_optimizer
 
 CPU_NUMEL = 1 << 18  # a float32 leaf of AdamW and its state then take 4 MiB
 
@@ -104,32 +109,63 @@ def make_chunks(segments: FlatSegments, numel: int | None) -> list[Chunk]:
 
 @cache
 def _watch_steps() -> None:
-    """Look at chunks and at their state before each optimizer step, from the first chunk on."""
+    """Look at chunks and at their state at each optimizer step, from the first chunk on."""
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 _checked: WeakSet[Optimizer] = WeakSet()
 _hooked: WeakSet[Optimizer] = WeakSet()
 
 
+def _chunks_of(optimizer: Optimizer) -> list[Chunk]:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return [param for param in params if type(param) is Chunk]
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Compare modules with their plans; in the first step and after each load also the state."""
-    is_checked, last = optimizer in _checked, None
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if type(param) is not Chunk:
-                continue
-            if param._flat_segment is not last:
-                last = param._flat_segment
-                if last.synced_grad is not None:  # else the step does it, as it reads gradients
-                    last.sync()
-            if not is_checked:
-                _check_state(optimizer, param)
-    if last is not None:
-        _checked.add(optimizer)
-    if last is not None and optimizer not in _hooked:
+    """Compare modules and gradients with their plans.
+
+    In the first step and after each load, the optimizer and its state are checked, too.
+    """
+    chunks = _chunks_of(optimizer)
+    for segment in dict.fromkeys(chunk._flat_segment for chunk in chunks):
+        segment.sync()
+        if not torch.compiler.is_compiling():
+            segment.take_grads()
+    if not chunks or optimizer in _checked:
+        return
+    for chunk in chunks:
+        _check_state(optimizer, chunk)
+    if optimizer not in _hooked:
+        if _own_class(optimizer) not in ELEMENTWISE and not torch.compiler.is_compiling():
+            check_optimizer(optimizer)
         _hooked.add(optimizer)
         optimizer.register_load_state_dict_post_hook(_checked.discard)
+    _checked.add(optimizer)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise the versions of the parameters, so that a backward notices the step."""
+    if torch.compiler.is_compiling():
+        return
+    written: dict[FlatSegment, list[tuple[int, int]]] = {}
+    for chunk in _chunks_of(optimizer):
+        if chunk.grad is not None:
+            start, stop = chunk._start, chunk._start + chunk.numel()
+            ranges = written.setdefault(chunk._flat_segment, [])
+            if ranges and ranges[-1][1] == start:
+                start, _ = ranges.pop()
+            ranges.append((start, stop))
+    for segment, ranges in written.items():
+        for start, stop in ranges:
+            segment.raise_versions(start, stop)
+
+
+def _own_class(optimizer: Optimizer) -> type:
+    """The class without what this package adds for offloading."""
+    classes = type(optimizer).__mro__
+    return next(cls for cls in classes if not cls.__module__.startswith("flat_param."))
 
 
 def _check_state(optimizer: Optimizer, chunk: Chunk) -> None:
@@ -139,8 +175,7 @@ def _check_state(optimizer: Optimizer, chunk: Chunk) -> None:
     of the state as the chunk has, beyond the state's end. Optimizers that are not torch's may have
     state of any shape.
     """
-    classes = type(optimizer).__mro__  # offloading adds a class of this package
-    if next(cls for cls in classes if not cls.__module__.startswith("flat_param.")) in ELEMENTWISE:
+    if _own_class(optimizer) in ELEMENTWISE:
         for key, value in optimizer.state.get(chunk, {}).items():
             if isinstance(value, Tensor) and value.dim() and value.shape != chunk.shape:
                 raise StateError(

@@ -73,7 +73,8 @@ class FlatParams:
     def as_vector(self, segment: str | None = None) -> Tensor:
         """The parameters of a segment as one vector, without a copy.
 
-        Writing to it writes to the parameters. Leave gaps zero, or use `load_vector`. Get it again
+        Writing to it writes to the parameters, which a backward through an earlier forward does not
+        notice. Leave gaps zero, or use `load_vector`. Get it again
         after the module was moved or a parameter was replaced.
 
         Returns:
@@ -110,6 +111,7 @@ class FlatParams:
         layout = one.plan.layout
         _check_vector("load_vector", vector, one)
         zero_gaps_(one.buffer.copy_(vector), layout)
+        one.raise_versions(0, layout.numel)
 
     def functional_call(self, vectors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Run the module with parameters taken from a vector; differentiable, and vmap-able.
@@ -207,6 +209,7 @@ class FlatParams:
         for one, another in zip(mine.all, theirs.all, strict=True):
             if one.plan.trainable or another.plan.trainable:
                 one.buffer.lerp_(another.buffer, weight)
+                one.raise_versions(0, one.plan.layout.numel)
 
     def zero_grad(self) -> None:
         """Zero every gradient with one fill per segment; gradients that are None stay None."""

@@ -21,6 +21,7 @@ from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from .._errors import StateError
 from .._torch_compat import is_referenced
@@ -99,10 +100,23 @@ class FlatSegment:
                 f"flat_param.FlatParams: segment '{self.plan.name}' is frozen, but only a "
                 "trainable segment has a gradient. Name a trainable segment."
             )
-        held = self._allocated()
-        self._take_all(held)
+        return self._taken().flat
+
+    def _taken(self) -> GradBuffer:
+        self._take_all(self._allocated())
         self._seen = () if self._is_closed else self._state()
-        return held.flat
+        return self._allocated()
+
+    def take_grads(self) -> None:
+        """Compare all gradients with the flat one, if there are any."""
+        if self.plan.trainable and self._held is not None:
+            self._taken()
+
+    def raise_versions(self, start: int, stop: int) -> None:
+        """Have autograd see that the elements `[start, stop)` of the buffer were written to."""
+        pairs = zip(self.params, self.plan.layout.ranges, strict=True)
+        written = [param for param, (first, last) in pairs if first < stop and start < last]
+        increment_version([param for param in written if not param.is_inference()])
 
     @property
     def synced_grad(self) -> Tensor | None:

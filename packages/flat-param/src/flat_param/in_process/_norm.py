@@ -18,7 +18,8 @@ def joint_norm(vectors: Sequence[Tensor], ord: float) -> Tensor:
     norms = [_norm(vector, ord) for vector in held]
     if len(norms) == 1:
         return norms[0]
-    return _norm_of_norms(torch.stack([norm.float() for norm in norms]), ord)
+    wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+    return _norm_of_norms(torch.stack([norm.to(wide) for norm in norms]), ord)
 
 
 def _norm(vector: Tensor, ord: float) -> Tensor:

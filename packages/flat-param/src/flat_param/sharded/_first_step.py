@@ -79,9 +79,9 @@ def _check_state(optimizer: Optimizer, param: Any) -> None:
         )
     if hasattr(param, "_flat_param_replaced"):
         raise ParameterError(
-            f"flat_param.fully_shard: parameter '{param._flat_param_replaced}' was a DTensor that "
-            "the optimizer still has, but a plain one took its place. Make the optimizer after "
-            "fully_shard."
+            f"flat_param.fully_shard: parameter '{param._flat_param_replaced}' was a DTensor or on "
+            "meta, and the optimizer still has it, but another parameter took its place. Make the "
+            "optimizer after fully_shard."
         )
     piece = piece_of(param)
     if piece is None or piece.shape in ((), tuple(param.shape)):

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import ParameterError, StateError
+from .._torch_compat import post_accumulate_grad_hooks
 from ..buffers._dtensors import local_of
 from ..comm._comm import Communicator
+from ._first_step import mark_replaced
 
 
 def materialize(
@@ -21,28 +23,55 @@ def materialize(
 ) -> None:
     """Allocate all tensors on meta, then initialise their modules. Not a collective.
 
-    Every rank draws the same whole tensors from its generator, as one process would. Ignored
-    parameters stay as they are.
+    Every rank draws the same whole tensors from its generator, as one process would. Tensors that
+    have values keep them, and ignored parameters stay as they are.
     """
-    beside = set(map(id, ignored))
-    fresh, made = _on_meta(module, beside), dict[int, Tensor]()
+    beside, made = set(map(id, ignored)), dict[int, Tensor]()
+    fresh = _on_meta(module, beside)
+    tensors = [tensor for child in fresh for tensor in _own_tensors(child)]
+    kept = {id(each): (each, each.detach().clone()) for each in tensors if not each.is_meta}
     for child in fresh:
         for table in (child._parameters, child._buffers):
             for key, tensor in table.items():
                 if tensor is None or not tensor.is_meta or id(tensor) in beside:
                     continue
                 if id(tensor) not in made:
-                    empty = torch.empty_like(tensor, device=device)
-                    is_param = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = (
-                        nn.Parameter(empty, tensor.requires_grad) if is_param else empty
-                    )
+                    made[id(tensor)] = _allocated(tensor, key, device)
                 table[key] = made[id(tensor)]  # type: ignore[assignment]
     for child in fresh:
         if init_fn is not None:
             init_fn(child)
         else:
             child.reset_parameters()  # type: ignore[operator]  # see `check_init`
+    with torch.no_grad():
+        for tensor, values in kept.values():
+            tensor.copy_(values)
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _allocated(tensor: Tensor, key: str, device: torch.device) -> Tensor:
+    """Return an uninitialised tensor for one on meta.
+
+    A parameter stays the same object, so that an optimizer trains it. torch cannot do that for one
+    with weak references; then another takes its place, and an optimizer with the old one raises.
+    """
+    empty = torch.empty_like(tensor, device=device)
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    found = nn.Parameter(empty, tensor.requires_grad)
+    vars(found).update(vars(tensor))
+    found.__class__ = type(tensor)
+    for hook in post_accumulate_grad_hooks(tensor):
+        found.register_post_accumulate_grad_hook(hook)
+    try:
+        torch.utils.swap_tensors(tensor, found)
+    except RuntimeError:
+        mark_replaced(tensor, name=key)
+        return found
+    return tensor
 
 
 def check_init(
@@ -51,7 +80,7 @@ def check_init(
     init_fn: Callable[[nn.Module], object] | None,
     ignored: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Refuse meta tensors that nothing would initialise, or not without overwriting others."""
+    """Refuse meta tensors that nothing would initialise."""
     if init_fn is not None and not callable(init_fn):
         raise StateError(
             f"flat_param.fully_shard: init_fn is {init_fn!r}, but it is called with each module "
@@ -64,12 +93,6 @@ def check_init(
                 f"flat_param.fully_shard: {type(child).__name__} has tensors on meta and no "
                 "reset_parameters, but they need values. Pass init_fn=."
             )
-        if any(id(each) in beside and not each.is_meta for each in child.parameters(recurse=False)):
-            raise ParameterError(
-                f"flat_param.fully_shard: {type(child).__name__} has tensors on meta beside an "
-                "ignored parameter that has values, which initialising would overwrite. Give all "
-                "of them values before sharding."
-            )
 
 
 def _on_meta(module: nn.Module, beside: set[int]) -> list[nn.Module]:
@@ -80,11 +103,7 @@ def _on_meta(module: nn.Module, beside: set[int]) -> list[nn.Module]:
 
     if not has_meta(module.parameters()):
         return []
-    own = (
-        (each, [*each.parameters(recurse=False), *each.buffers(recurse=False)])
-        for each in module.modules()
-    )
-    return [child for child, tensors in own if has_meta(tensors)]
+    return [child for child in module.modules() if has_meta(_own_tensors(child))]
 
 
 @torch.no_grad()

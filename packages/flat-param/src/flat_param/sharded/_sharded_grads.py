@@ -1,7 +1,7 @@
 """One segment's gradients on this rank, from leaves to the optimizer's parameters.
 
     full_grad  (world*shard,)  reduce dtype; this rank's gradients, from the first one of a backward
-                               until they are reduced; borrowed from _buffer_pool.
+                               until they are reduced; borrowed from a pool.
     reduced    (shard,)        reduce dtype, then that of the parameters; new for each backward.
                                `.grad` is a view of it, or has it added.
 
@@ -33,7 +33,7 @@ from .._torch_compat import (
 )
 from ..buffers._grads import GradBuffer
 from ..buffers._views import zero_gaps_
-from ..comm._buffer_pool import acquire, release
+from ..comm._buffer_pool import BufferPool
 from ..comm._comm import Pending
 from ..comm._home_stream import at_home, home_stream
 from ..layout._options import reduction_dtype
@@ -78,35 +78,35 @@ class ShardedGrads:
         self.kept: Tensor | None = None
         self._home: torch.Stream | None = None
 
-    def take(self, index: int) -> None:
+    def take(self, index: int, pool: BufferPool) -> None:
         """Move one leaf's gradient into the flat gradient, or add it to an existing one."""
         leaf = self.leaves[index]
         grad, leaf.grad = leaf.grad, None
         if grad is not None:
             place = self.owner.pieces[index].place
             local = grad.detach() if place is None else place.local_of_grad(grad)
-            (self.held or self.need_held()).take(index, local)
+            (self.held or self.need_held(pool)).take(index, local)
 
-    def need_held(self) -> GradBuffer:
+    def need_held(self, pool: BufferPool) -> GradBuffer:
         """Return the buffer of this rank's gradients."""
         if self.held is None:
             plan, device = self.owner.plan, self.owner.device
             self._home = home_stream(device)
-            self._borrowed = acquire(plan.numel, dtype=self.dtype, device=device)
+            self._borrowed = pool.acquire(plan.numel, dtype=self.dtype, device=device)
             layout = self.owner.segment.layout
             flat = zero_gaps_(self._borrowed[: plan.numel], layout)
             self.held = GradBuffer(flat, layout, [False] * len(self.leaves))
         return self.held
 
-    def _release(self) -> None:
+    def _release(self, pool: BufferPool) -> None:
         buffer, self._borrowed = self._borrowed, None  # first, so that it is released once
         self.held = None
         if buffer is not None:
-            release(buffer)
+            pool.release(buffer)
 
-    def start_reduce(self, how: Reduction) -> Pending:
+    def start_reduce(self, how: Reduction, pool: BufferPool) -> Pending:
         """Begin to reduce the gradients of all ranks into this rank's shard. Collective."""
-        held, ranks = self.need_held(), self.comms.world_size
+        held, ranks = self.need_held(pool), self.comms.world_size
         self.used = [now or before for now, before in zip(held.arrived, self.used, strict=True)]
         factor = float(ranks if how.factor is None else how.factor)
         with at_home(self._home):
@@ -117,9 +117,9 @@ class ShardedGrads:
                 full.div_(ranks)  # a sum over many ranks may exceed float16's range
                 factor /= ranks
             sent = _real(self._staged(full))
-            pending = self.comms.reduce.reduce_scatter(_real(self._reduced), sent)
+            pending = self.comms.reduce.reduce_scatter(_real(self._reduced), sent, pool=pool)
         pending.home = self._home
-        return pending.then(partial(self._after_reduce, how, factor))
+        return pending.then(partial(self._after_reduce, how, factor, pool))
 
     def _staged(self, full: Tensor) -> Tensor:
         plan = self.owner.plan
@@ -130,8 +130,8 @@ class ShardedGrads:
             row[: stop - start].copy_(full[start:stop])
         return staged.view(-1)
 
-    def _after_reduce(self, how: Reduction, factor: float) -> None:
-        self._release()
+    def _after_reduce(self, how: Reduction, factor: float, pool: BufferPool) -> None:
+        self._release(pool)
         reduced = self._reduced
         if reduced is None:
             return

@@ -92,7 +92,7 @@ def fully_shard(
         boundary: "element", or "row", "tensor" or `Blocks` for optimizers that need those whole; or
             `by_name`, for each parameter.
         init_fn: called on each module whose meta parameters have been allocated; default:
-            its own `reset_parameters`.
+            its own `reset_parameters`. Tensors of the module that have values keep them.
         sync_module_states: start from the first rank's parameters and buffers.
         shard_placement_fn: refused: shards are ranges of a flat buffer and cut no dimension.
 
