@@ -181,7 +181,8 @@ class BackwardPass:
         is_differentiated: whether `create_graph` is set, so that a later backward may read
             parameters.
         ready: units that have all their gradients.
-        reducing: reductions in flight.
+        reducing: reductions in flight, and functions that begin those over replicas.
+        summing: reductions over replicas in flight.
         reduced: units whose reduction has begun or is finished.
         ending: whether only the finalize step is left.
         failed: whether the finalize step or the backward raised an error.
@@ -194,7 +195,8 @@ class BackwardPass:
     units: dict[Unit, UnitBackward]
     is_differentiated: bool
     ready: set[Unit] = field(default_factory=set)
-    reducing: list[Pending] = field(default_factory=list)
+    reducing: list[tuple[Pending, Callable[[], Pending]]] = field(default_factory=list)
+    summing: list[Pending] = field(default_factory=list)
     reduced: list[Unit] = field(default_factory=list)
     ending: bool = False
     failed: bool = False

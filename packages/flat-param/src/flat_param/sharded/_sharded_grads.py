@@ -35,7 +35,8 @@ from ..buffers._grads import GradBuffer
 from ..buffers._views import zero_gaps_
 from ..comm._buffer_pool import BufferPool
 from ..comm._comm import Pending
-from ..comm._home_stream import at_home, home_stream
+from ..comm._home_stream import at_home, home_stream, record_use
+from ..comm._host_copies import HostCopy
 from ..layout._options import reduction_dtype
 from ._piece_tensors import as_piece
 from ._sharded_params import ShardedParams
@@ -77,6 +78,7 @@ class ShardedGrads:
         self._reduced: Tensor | None = None
         self.kept: Tensor | None = None
         self._home: torch.Stream | None = None
+        self._copy: HostCopy | None = None
 
     def take(self, index: int, pool: BufferPool) -> None:
         """Move one leaf's gradient into the flat gradient, or add it to an existing one."""
@@ -104,8 +106,14 @@ class ShardedGrads:
         if buffer is not None:
             pool.release(buffer)
 
-    def start_reduce(self, how: Reduction, pool: BufferPool) -> Pending:
-        """Begin to reduce the gradients of all ranks into this rank's shard. Collective."""
+    def start_reduce(
+        self, how: Reduction, pool: BufferPool
+    ) -> tuple[Pending, Callable[[], Pending]]:
+        """Begin to reduce the gradients of all ranks into this rank's shard. Collective.
+
+        Returns:
+            The reduction, and a function to call after it, which begins the one over replicas.
+        """
         held, ranks = self.need_held(pool), self.comms.world_size
         self.used = [now or before for now, before in zip(held.arrived, self.used, strict=True)]
         factor = float(ranks if how.factor is None else how.factor)
@@ -119,7 +127,8 @@ class ShardedGrads:
             sent = _real(self._staged(full))
             pending = self.comms.reduce.reduce_scatter(_real(self._reduced), sent, pool=pool)
         pending.home = self._home
-        return pending.then(partial(self._after_reduce, how, factor, pool))
+        pending.then(partial(self._release, pool))
+        return pending, partial(self._start_sum, how, factor)
 
     def _staged(self, full: Tensor) -> Tensor:
         plan = self.owner.plan
@@ -130,26 +139,43 @@ class ShardedGrads:
             row[: stop - start].copy_(full[start:stop])
         return staged.view(-1)
 
-    def _after_reduce(self, how: Reduction, factor: float, pool: BufferPool) -> None:
-        self._release(pool)
-        reduced = self._reduced
+    def _start_sum(self, how: Reduction, factor: float) -> Pending:
+        """Begin to reduce this rank's sum over replicas. Collective."""
+        comm, reduced = self.comms.replicate, self._reduced
+        if reduced is None:
+            return Pending(comm, "all_reduce")
+        with at_home(self._home):
+            if self.kept is not None:
+                reduced.add_(self.kept)
+                self.kept = None
+            if not how.sums_copies and comm.group is not None:
+                self.kept, self._reduced = reduced, None
+                return Pending(comm, "all_reduce")
+            pending = comm.all_reduce(_real(reduced))
+        pending.home = self._home
+        return pending.then(partial(self._after_sum, how, factor))
+
+    def _after_sum(self, how: Reduction, factor: float) -> None:
+        reduced, shard = self._reduced, self.owner.shard
         if reduced is None:
             return
-        if self.kept is not None:
-            reduced.add_(self.kept)
-            self.kept = None
-        if not how.sums_copies and self.comms.replicate.group is not None:
-            self.kept, self._reduced = reduced, None
-            return
-        self.comms.replicate.all_reduce(_real(reduced)).wait()
         if how.on_sum is not None:
             how.on_sum(reduced)
         if factor != 1:
             reduced.div_(factor)
+        if reduced.device != shard.device:
+            self._reduced = self._to_host(reduced)
+        elif reduced.dtype != shard.dtype:
+            self._reduced = reduced.to(shard.dtype)
+
+    def _to_host(self, reduced: Tensor) -> Tensor:
         shard = self.owner.shard
-        if reduced.dtype != shard.dtype or reduced.device != shard.device:
-            moved = torch.empty_like(shard, pin_memory=self.owner.pins(shard.device))
-            self._reduced = moved.copy_(reduced)
+        moved = torch.empty_like(shard, pin_memory=self.owner.pins(shard.device))
+        with HostCopy(reduced.device, "out") as copy:
+            record_use(self._home, reduced)
+            moved.copy_(reduced.to(shard.dtype), non_blocking=True)
+        self._copy = copy
+        return moved
 
     @torch.no_grad()
     def assign_grads(self, used_anywhere: Sequence[bool]) -> None:
@@ -158,6 +184,9 @@ class ShardedGrads:
         self.used = [False] * len(self.used)
         if reduced is None:
             return
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.synchronize()
         params = self.owner.held.params
         with at_home(self._home):
             with without_torch_function():
@@ -206,7 +235,7 @@ class ShardedGrads:
         A collective may still read the buffer, so it does not return to the pool.
         """
         self.used = [False] * len(self.used)
-        self.kept = self._reduced = self._borrowed = self.held = None
+        self.kept = self._reduced = self._borrowed = self.held = self._copy = None
 
 
 def _real(tensor: Tensor) -> Tensor:
