@@ -1,7 +1,8 @@
 """One segment's gradients on this rank, from leaves to the optimizer's parameters.
 
     full_grad  (world*shard,)  reduce dtype; this rank's gradients, from the first one of a backward
-                               until they are reduced; borrowed from a pool.
+                               until they are reduced; borrowed from a pool. One rank reduces
+                               nothing, so there it becomes `reduced`.
     reduced    (shard,)        reduce dtype, then that of the parameters; new for each backward.
                                `.grad` is a view of it, or has it added.
 
@@ -94,9 +95,12 @@ class ShardedGrads:
         if self.held is None:
             plan, device = self.owner.plan, self.owner.device
             self._home = home_stream(device)
-            self._borrowed = pool.acquire(plan.numel, dtype=self.dtype, device=device)
+            if self.comms.reduce.world_size == 1:  # it becomes `reduced`
+                whole = torch.empty(plan.numel, dtype=self.dtype, device=device)
+            else:
+                whole = self._borrowed = pool.acquire(plan.numel, dtype=self.dtype, device=device)
             layout = self.owner.segment.layout
-            flat = zero_gaps_(self._borrowed[: plan.numel], layout)
+            flat = zero_gaps_(whole[: plan.numel], layout)
             self.held = GradBuffer(flat, layout, [False] * len(self.leaves))
         return self.held
 
@@ -119,13 +123,17 @@ class ShardedGrads:
         factor = float(ranks if how.factor is None else how.factor)
         with at_home(self._home):
             held.zero_rest()
-            full, shard = held.flat, self.owner.shard
-            self._reduced = torch.empty(shard.numel(), dtype=self.dtype, device=self.owner.device)
+            full = held.flat
             if full.dtype == torch.float16:
                 full.div_(ranks)  # a sum over many ranks may exceed float16's range
                 factor /= ranks
-            sent = _real(self._staged(full))
-            pending = self.comms.reduce.reduce_scatter(_real(self._reduced), sent, pool=pool)
+            comm, numel = self.comms.reduce, self.owner.shard.numel()
+            if comm.world_size == 1:
+                self._reduced, pending = full, Pending(comm, "reduce_scatter")
+            else:
+                self._reduced = torch.empty(numel, dtype=self.dtype, device=self.owner.device)
+                sent = _real(self._staged(full))
+                pending = comm.reduce_scatter(_real(self._reduced), sent, pool=pool)
         pending.home = self._home
         pending.then(partial(self._release, pool))
         return pending, partial(self._start_sum, how, factor)
