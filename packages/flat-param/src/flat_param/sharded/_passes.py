@@ -47,10 +47,12 @@ class UnitForward:
         unit: the unit, weakly, as leaves may outlive it.
         inputs: number of its inputs that may get a gradient.
         handles: of the hooks on them.
+        versions: of the unit's leaves when it began.
     """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = weakref.ref(unit)
+        self.versions = unit.leaf_versions()
         self.inputs = 0
         self.handles: list[RemovableHandle] = []
 

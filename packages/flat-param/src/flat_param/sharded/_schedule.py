@@ -194,6 +194,8 @@ class Schedule:
 
         A unit of several modules stays unsharded until all were called.
         """
+        _, begun = forward.running[-1]
+        unit.check_unwritten(begun.versions)
         forward.running.pop()
         chain = self.current.chain
         if returns:
