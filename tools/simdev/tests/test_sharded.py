@@ -12,7 +12,7 @@ import pytest
 import torch
 from simdev.ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import flat_param
 
@@ -193,6 +193,23 @@ def step_in_virtual_time(rank, size, comm_us, shape=None):
     return told | {"collectives": count, "bytes": peak}
 
 
+def host_us_in_forward(rank, size, **options):
+    """Return how long the host is in forward, if shards are in host memory."""
+    sim = torch.simdev
+    sim.reset()
+    trained = sharded(size, "sharded", offload_policy=CPUOffloadPolicy(), **options)
+    data = batches(rank, 1).to("simdev:0")
+    sim.simulate(virtual=True, kernel_us=100, copy_us=50, comm_us=20)
+    for _ in range(2):
+        trained.zero_grad()
+        sim.synchronize_all()
+        start = sim.host_us()
+        loss = trained(data[0]).square().mean()
+        spent = sim.host_us() - start
+        loss.backward()
+    return {"us": spent, "races": sim.races()}
+
+
 def all_ways(rank, size, names):
     """Return the results of each case."""
     told = {}
@@ -206,6 +223,9 @@ def all_ways(rank, size, names):
         comm_us = alone["us"] / alone["collectives"] / 2  # computing takes twice as long
         beside = step_in_virtual_time(rank, size, comm_us, shape)
         told[shape, "beside"] = beside | {"comm_us": comm_us}
+    told["offloaded"] = host_us_in_forward(rank, size)
+    lower = MixedPrecisionPolicy(torch.bfloat16)
+    told["offloaded and cast"] = host_us_in_forward(rank, size, mp_policy=lower)
     return told
 
 
@@ -246,6 +266,12 @@ def test_host_waits_for_nothing_in_a_step(two):
     """Neither to compare orders with other ranks nor to set gradients."""
     for told in two:
         assert told["sharded", "beside"]["host_us"] <= 0.01 * told["sharded", "beside"]["us"]
+
+
+@pytest.mark.parametrize("way", ["offloaded", "offloaded and cast"])
+def test_host_waits_for_no_copy_of_a_shard(two, way):
+    """Copy, cast and gather run on a side stream."""
+    assert [told[way] for told in two] == [{"us": 0, "races": []}] * 2
 
 
 def test_memory_is_that_of_two_units(two):
