@@ -17,14 +17,7 @@ nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
-nox.options.sessions = [
-    "lint",
-    "types",
-    "tests",
-    "repository",
-    "isolation",
-    "conformance(cpu)",
-]
+nox.options.sessions = ["lint", "tests", "isolation"]
 
 # uv ignores pip's variables and configuration, and separates values with commas.
 if find_links := os.environ.get("PIP_FIND_LINKS"):
@@ -84,9 +77,6 @@ def tests_of(name: str) -> list[str]:
     ]
 
 
-each_package = nox.parametrize("package", list(PACKAGES), ids=list(PACKAGES))
-each_tested = nox.parametrize("package", [*PACKAGES, "simdev"], ids=[*PACKAGES, "simdev"])
-
 SIMDEV = "tools/simdev"
 
 
@@ -117,27 +107,15 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
-def types(session: nox.Session) -> None:
-    """Check the types of all five distributions, strictly."""
+def tests(session: nox.Session) -> None:
+    """Run tests, types and the conformance suite, two at a time; or one: `-- NAME`."""
     install_parts(session, *PACKAGES)
-    session.install("mypy==2.4.1", "safetensors")
-    session.run("mypy", *(str(path / "src") for path in PACKAGES.values()))
+    session.install(*constraint(), *TEST_TOOLS, *EXTRAS, "mypy==2.4.1")
+    session.run("python", "tools/checks.py", *session.posargs)
 
 
-@nox.session
-@each_tested
-def tests(session: nox.Session, package: str) -> None:
-    """Run one distribution's tests, with no other distribution of this repository installed."""
-    if package == "simdev":
-        tests_on_simdev(session)
-        return
-    install_parts(session, *(PACKAGES if package == "conformance" else [package]))
-    session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
-    tests = [*tests_of(package), *session.posargs]
-    session.run("python", "-m", "pytest", *TEST_OPTIONS, *NOT_NIGHTLY, *tests)
-
-
-def tests_on_simdev(session: nox.Session) -> None:
+@nox.session(default=False)
+def simdev(session: nox.Session) -> None:
     """Test the simulated device, and run the packages' tests marked for accelerators on it."""
     install_parts(session, *PACKAGES)
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
@@ -151,49 +129,107 @@ def tests_on_simdev(session: nox.Session) -> None:
     session.run("python", "-m", "simdev", *marked, env=env)
 
 
-@nox.session
-def repository(session: nox.Session) -> None:
-    """Test the repository: structure, scripts, examples, pages."""
-    install_parts(session, *PACKAGES)
-    session.install(*constraint(), *TEST_TOOLS, *EXTRAS)
-    pages = ["README.md", *GUIDES]
-    session.run("python", "-m", "pytest", *TEST_OPTIONS, *NOT_NIGHTLY, "tests/repository", *pages)
+DISTRIBUTIONS = {**{name: name for name in PARTS}, "conformance": "torchparts-conformance"}
+BUILD_TOOLS = ["build", "hatchling>=1.26", "hatch-fancy-pypi-readme>=25.1"]
 
 
-@nox.session
-@each_package
-def isolation(session: nox.Session, package: str) -> None:
-    """Build a distribution, install only its wheel, and check that it needs only torch."""
-    out = Path(session.create_tmp()) / "dist"
-    shutil.rmtree(out, ignore_errors=True)
-    has_uv = session.venv_backend == "uv"
-    builder, installer = ("build[uv]", "uv") if has_uv else ("build", "pip")
-    session.install(builder, "twine", "check-wheel-contents", "basedpyright")
-    build = ["python", "-m", "build", "--installer", installer, "--outdir"]
-    session.run(*build, str(out), str(PACKAGES[package]), silent=True)
-    session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(out.iterdir())))
-    (wheel,) = out.glob("*.whl")
-    session.run("check-wheel-contents", str(wheel))
-    # The wheel above was built from the sdist; this one is built from the folder.
-    session.run(*build, str(out / "direct"), "--wheel", str(PACKAGES[package]), silent=True)
-    clean = Path(session.create_tmp()).parent / "clean"
+def build(session: nox.Session, package: str, out: Path, *options: str) -> None:
+    """Build a distribution, dated by its last commit, so that two builds are equal."""
+    folder = PACKAGES[package]
+    log = ("git", "log", "-1", "--format=%ct", "--", str(folder))
+    date = str(session.run(*log, external=True, silent=True)).strip()
+    command = ["python", "-m", "build", "--no-isolation", "--outdir", str(out), *options]
+    session.run(*command, str(folder), env={"SOURCE_DATE_EPOCH": date}, silent=True)
+
+
+def check_isolation(session: nox.Session, folders: dict[str, Path]) -> None:
+    """Check that each wheel is complete, and that it needs only torch.
+
+    Args:
+        session: that runs.
+        folders: of the built files of each package.
+    """
+    session.install("twine", "check-wheel-contents", "basedpyright")
+    clean = Path(session.create_tmp()) / "clean"
     session.run("python", "-m", "venv", "--without-pip", "--clear", str(clean), silent=True)
-    python = clean / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
-    if has_uv:
-        install = ["uv", "pip", "install", "--quiet", "--python", str(python)]
+    python = str(clean / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python"))
+    if session.venv_backend == "uv":
+        pip = ["uv", "pip"]
+        install, uninstall = [*pip, "install", "--python", python], [*pip, "uninstall"]
+        uninstall += ["--python", python]
     else:
         session.install("pip>=24")
-        install = ["python", "-m", "pip", "--python", str(python), "install", "--quiet"]
-    session.run(*install, *constraint(), str(wheel), external=True)
-    script = ROOT / "tools/release/isolation.py"
-    session.run(str(python), "-I", str(script), package, str(out), external=True)
-    if package in PARTS:
-        # Types of all public names, as another project's type checker sees them.
-        session.install(*constraint(), str(wheel))
-        session.run("basedpyright", "--verifytypes", package.replace("-", "_"), "--ignoreexternal")
+        pip = ["python", "-m", "pip", "--python", python]
+        install, uninstall = [*pip, "install"], [*pip, "uninstall", "--yes"]
+    session.run(*install, "--quiet", *constraint(), "torch", external=True)
+    for package, out in folders.items():
+        files = [str(path) for path in sorted(out.glob("*.*")) if path.is_file()]
+        session.run("python", "-m", "twine", "check", "--strict", *files)
+        (wheel,) = out.glob("*.whl")
+        session.run("check-wheel-contents", str(wheel))
+        # The wheel above was built from the sdist; this one is built from the folder.
+        build(session, package, out / "direct", "--wheel")
+        session.run(*install, "--quiet", *constraint(), str(wheel), external=True)
+        script = ROOT / "tools/release/isolation.py"
+        session.run(python, "-I", str(script), package, str(out), external=True)
+        session.run(*uninstall, DISTRIBUTIONS[package], external=True, silent=True)
+        shutil.rmtree(out / "direct")
+    # Types of all public names, as another project's type checker sees them.
+    parts = [name for name in folders if name in PARTS]
+    wheels = [str(wheel) for name in parts for wheel in folders[name].glob("*.whl")]
+    if wheels:
+        session.install(*constraint(), *wheels)
+    for name in parts:
+        session.run("basedpyright", "--verifytypes", name.replace("-", "_"), "--ignoreexternal")
 
 
 @nox.session
+def isolation(session: nox.Session) -> None:
+    """Build each distribution, install only its wheel, and check that it needs only torch."""
+    out = Path(session.create_tmp()) / "dist"
+    shutil.rmtree(out, ignore_errors=True)
+    session.install(*BUILD_TOOLS)
+    folders = {package: out / package for package in session.posargs or PACKAGES}
+    for package, folder in folders.items():
+        build(session, package, folder)
+    check_isolation(session, folders)
+
+
+@nox.session(default=False)
+def rehearse(session: nox.Session) -> None:
+    """Do everything that a release does, up to the upload: `-- [PACKAGE ...] [--tag TAG]`.
+
+    Builds into `dist/`, checks these files, serves them from a local index, installs each
+    distribution by name into an empty environment, and runs its README. The files are what a
+    release uploads.
+    """
+    arguments, tag = [*session.posargs], ""
+    if "--tag" in arguments:
+        tag = arguments.pop(arguments.index("--tag") + 1)
+        arguments.remove("--tag")
+    if unknown := {*arguments} - {*PACKAGES}:
+        session.error(f"no package is named {', '.join(unknown)}: {', '.join(PACKAGES)}")
+    if tag and len(arguments) != 1:
+        session.error("a tag belongs to one package: name it")
+    dist, again = ROOT / "dist", Path(session.create_tmp()) / "again"
+    for folder in (dist, again):
+        shutil.rmtree(folder, ignore_errors=True)
+    session.install(*BUILD_TOOLS, "pypiserver")
+    install_parts(session, *PACKAGES)
+    session.run("python", "tools/release/public_names.py")
+    folders = {package: dist / package for package in arguments or PACKAGES}
+    for package, folder in folders.items():
+        build(session, package, folder)
+        build(session, package, again / package)
+        told = (str(PACKAGES[package]), DISTRIBUTIONS[package], tag, str(folder))
+        session.run("python", "tools/release/release_tag.py", *told, str(again / package))
+    check_isolation(session, folders)
+    for package in folders:
+        names = (DISTRIBUTIONS[package], str(PACKAGES[package] / "README.md"))
+        session.run("python", "tools/release/from_index.py", str(dist), *names, *constraint())
+
+
+@nox.session(default=False)
 @nox.parametrize(
     "device",
     [
@@ -272,7 +308,7 @@ def peers(session: nox.Session, peer: str) -> None:
     install_parts(session, "conformance")
     session.install(*constraint(), *PEERS[peer])
     session.run(
-        *("torchparts-conformance", "run", "--impl", peer, "--device", "cpu"),
+        *("torchparts-conformance", "run", "--impl", peer, "--device", "cpu", "--profile", "all"),
         *("--out", f"conformance-output/{peer}", *session.posargs),
         success_codes=[0, 1],
     )
@@ -302,30 +338,6 @@ def pins(*names: str) -> list[str]:
     return [pin for pin in LIBRARIES if pin.partition("==")[0] in names]
 
 
-@nox.session(name="release-check", default=False)
-@each_package
-def release_check(session: nox.Session, package: str) -> None:
-    """Check that version, tag, changelog, files and public names of a release agree.
-
-    Pass the tag after `--`.
-    """
-    folder, out = PACKAGES[package], Path(session.create_tmp()) / "dist"
-    shutil.rmtree(out, ignore_errors=True)
-    session.install("build")
-    changed = session.run(
-        *("git", "log", "-1", "--format=%ct", "--", str(folder)), external=True, silent=True
-    )
-    env = {"SOURCE_DATE_EPOCH": str(changed).strip()}
-    builds = [str(out / name) for name in ("one", "other")]
-    for build in builds:
-        session.run("python", "-m", "build", "--outdir", build, str(folder), env=env, silent=True)
-    install_parts(session, *PACKAGES)
-    session.run("python", "tools/release/public_names.py")
-    tag = session.posargs[0] if session.posargs else ""
-    distribution = "torchparts-conformance" if package == "conformance" else package
-    session.run("python", "tools/release/release_tag.py", str(folder), distribution, tag, *builds)
-
-
 @nox.session(default=False)
 def examples(session: nox.Session) -> None:
     """Run the short examples, each of which asserts its claim."""
@@ -352,6 +364,7 @@ def publish(session: nox.Session) -> None:
     for ours in ("ours", *TORCHS):
         session.run(
             *("torchparts-conformance", "run", "--impl", ours, "--device", "cpu"),
+            *("--profile", "all"),
             *("--out", f"conformance-output/{ours}", *session.posargs),
             success_codes=[0, 1],
         )
@@ -407,7 +420,7 @@ def bench_real(session: nox.Session) -> None:
     """Compare ways to save memory on a whole training step of a Llama; uses a GPU if available."""
     install_parts(session, *PARTS)
     session.install(*constraint(), "transformers==5.23.0")
-    session.run("python", "tools/bench_real.py", *session.posargs)
+    session.run("python", "-m", "benchmarks.real", *session.posargs)
 
 
 @nox.session(default=False)
@@ -419,13 +432,10 @@ def demo(session: nox.Session) -> None:
     session.run("python", "docs/examples/compare_gpt.py", *session.posargs, env=env)
 
 
-def repository_address(session: nox.Session) -> str:
-    """Return the URL that the clone came from, for links to the source; "" if it is no web page."""
-    told = session.run(
-        "git", "remote", "get-url", "origin", external=True, silent=True, success_codes=[0, 2, 128]
-    )
-    address = str(told).strip().removesuffix(".git")
-    return address if address.startswith("https://") else ""
+def repository_address() -> str:
+    """Return the address of the repository, for links to the source."""
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    return next(line.split()[1] for line in text.splitlines() if line.startswith("repository-code"))
 
 
 @nox.session(default=False)
@@ -433,7 +443,7 @@ def docs(session: nox.Session) -> None:
     """Build the site, and fail on any warning."""
     install_parts(session, *PACKAGES)
     session.install("mkdocs<2", "mkdocs-material", "mkdocstrings[python]", "ruff==0.17.5")
-    env = {"NO_MKDOCS_2_WARNING": "1", "TORCHPARTS_REPOSITORY": repository_address(session)}
+    env = {"NO_MKDOCS_2_WARNING": "1", "TORCHPARTS_REPOSITORY": repository_address()}
     session.run("mkdocs", "build", "--strict", *session.posargs, env=env)
     session.run("python", "tools/site/check_site.py", "site")
 

@@ -37,9 +37,10 @@ class Suite:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text), encoding="utf-8")
-        if name == "cases/ckpt_wrap/test_cases.py" and "in-place" not in text:
+        if name == "cases/ckpt_wrap/test_cases.py":
             # An adapter may not claim a profile without requirements.
-            adapter = small_suite.ADAPTER.replace('{"in-place"}', "set()")
+            claimed = {word for word in ("robust", "in-place") if f'"{word}"' in text}
+            adapter = small_suite.ADAPTER.replace('{"robust", "in-place"}', repr(claimed or set()))
             self.write("adapter.py", adapter)
 
     def write_cases(self, **bodies: str | None) -> None:
@@ -112,7 +113,7 @@ def make_report(suite: Suite) -> Callable[..., dict[str, Any]]:
                 "areas": ["ckpt-wrap"],
                 "devices": list(devices),
                 "profiles": None,
-                "capabilities": {"ckpt-wrap": ["in-place"]},
+                "capabilities": {"ckpt-wrap": ["in-place", "robust"]},
             },
             rows=rows,
             problems=problems,

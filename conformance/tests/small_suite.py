@@ -8,7 +8,7 @@ from torchparts_conformance import Implementation
 
 good = Implementation(
     "good", "1", parts={"ckpt-wrap": types.SimpleNamespace(answer=42)},
-    capabilities={"ckpt-wrap": {"in-place"}},
+    capabilities={"ckpt-wrap": {"robust", "in-place"}},
 )
 plain = Implementation("plain", "1", parts={"ckpt-wrap": types.SimpleNamespace(answer=42)})
 empty = Implementation("empty", "1")
@@ -18,7 +18,7 @@ ONE = """
     "CW-001",
     level="MUST",
     text="It MUST work.",
-    rationale="it is the point",
+    source="test_fqn",
     since="0.1.0",
     profile="core",
 )
@@ -63,5 +63,5 @@ def cases(one: str = RIGHT, two: str | None = RIGHT, three: str | None = RIGHT) 
 
 def declared(id: str) -> str:
     """Return the decorator that declares a requirement of core."""
-    facts = 'level="MUST", text="It MUST.", rationale="why", since="0.1.0", profile="core"'
+    facts = 'level="MUST", text="It MUST.", source="test_fqn", since="0.1.0", profile="core"'
     return f'@requirement("{id}", {facts})'

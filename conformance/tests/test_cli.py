@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -67,16 +68,32 @@ def test_doctor_says_what_a_verdict_would_cover(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert _cli.main(["doctor", "partial:impl"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[:2] == ["partial 1.0, protocol 1", "distribution no-such-thing: not installed"]
-    counts = re.fullmatch(
-        r"ckpt-wrap: would be judged by core (\d+) of (\d+), robust (\d+) of (\d+) requirements",
-        said[2],
+    assert said[:2] == [
+        "partial 1.0, protocol 1",
+        "distribution no-such-thing: missing; run python -m pip install no-such-thing",
+    ]
+    core = re.fullmatch(
+        r"ckpt-wrap: the verdict is about core (\d+) of (\d+) requirements", said[2]
     )
-    assert 0 < int(counts[1]) < int(counts[2])
-    assert 0 < int(counts[3]) < int(counts[4])
+    assert 0 < int(core[1]) < int(core[2])
+    own = re.fullmatch(
+        r"  beside it, torchparts' own: robust (\d+) of (\d+), run with --profile robust", said[3]
+    )
+    assert 0 < int(own[1]) < int(own[2])
     assert "  not provided CW-001: it is another kind of wrapper" in said
     assert any("there is no offload_wrapper" in line for line in said)
     assert "mod-tracker: not provided" in said
+
+
+def test_doctor_says_which_package_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(_adapters.SHIPPED, "peer", ("fairscale", ("no-such-thing",)))
+    assert _cli.main(["doctor", "peer"]) == 4
+    said = "implementation 'peer' needs no-such-thing. Run python -m pip install no-such-thing."
+    assert said in capsys.readouterr().err
+    _report.write(tmp_path / "needy.py", "import no_such_module.deep")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _cli.main(["doctor", "needy:impl"]) == 4
+    assert "usually with python -m pip install no_such_module." in capsys.readouterr().err
 
 
 def test_doctor_of_another_torch_is_exit_code_1(tmp_path, monkeypatch, capsys):
@@ -94,7 +111,19 @@ def test_badge_is_written_from_a_report(suite, stored, tmp_path):
 
 def test_trace_leads_from_every_source_test_to_cases(capsys):
     assert _cli.main(["trace"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "49 source tests, 0 problems"
+    assert capsys.readouterr().out.splitlines()[-1] == "50 source tests, 0 problems"
+
+
+def test_help_shows_how_to_write_an_adapter(tmp_path, monkeypatch, capsys):
+    """The two lines that it shows are an adapter."""
+    assert _cli.main([]) == 4
+    shown = capsys.readouterr().out
+    adapter = shown.partition("write my_adapter.py:\n")[2].partition("  torchparts-conf")[0]
+    _report.write(tmp_path / "my_adapter.py", textwrap.dedent(adapter))
+    _report.write(tmp_path / "my_wrapper.py", "checkpoint_wrapper = None")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _cli.main(["doctor", "my_adapter:implementation"]) == 0
+    assert "ckpt-wrap: the verdict is about core" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -104,8 +133,6 @@ def test_trace_leads_from_every_source_test_to_cases(capsys):
         (["run", "--impl", "torch", "--explain", "MT-999"], "--explain 'MT-999' is unknown"),
         (["run", "--jobs", "0", "--impl", "torch"], "--jobs is 0"),
         (["run", "--case-limit", "x"], "invalid float value: 'x'"),
-        (["recheck", "x"], "entry 'x' cannot be read"),
-        (["submit", "none.json"], "the following arguments are required"),
         (["verify", "none.json"], "report 'none.json' cannot be read: No such file"),
         (["nothing"], "invalid choice: 'nothing'"),
     ],
@@ -122,14 +149,14 @@ def test_bad_input_is_one_line_and_exit_code_4(capsys, tmp_path, monkeypatch, op
 
 
 @pytest.mark.slow
-def test_explanation_runs_one_requirement_without_capturing():
+@pytest.mark.parametrize(("id", "code", "said"), [("mt-001", 0, "passed"), ("CW-053", 1, "failed")])
+def test_explanation_runs_one_requirement_without_capturing(id, code, said):
+    """Also one of a profile that the implementation does not claim."""
     command = [sys.executable, "-m", "torchparts_conformance", "run", "--impl", "torch"]
-    ended = subprocess.run(
-        [*command, "--explain", "mt-001"], capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.startswith("MT-001: ")
-    assert "passed" in ended.stdout
+    ended = subprocess.run([*command, "--explain", id], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    assert ended.stdout.startswith(f"{id.upper()}: ")
+    assert f"1 {said}" in ended.stdout
 
 
 def commands(page: Path) -> list[tuple[list[str], dict[str, str], list[str]]]:
@@ -199,16 +226,15 @@ def _without_numbers(line: str) -> str:
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not DOCS.exists(), reason="only in the repository")
-def test_listing_page_leads_to_an_entry(command, tmp_path, monkeypatch):
-    shutil.copytree(ROOT / "docs/examples/adapter", tmp_path / "my-tracker")
-    info = tmp_path / "my-tracker/my_tracker-1.0.dist-info"
+def test_template_gives_the_badge_that_its_readme_promises(command, tmp_path):
+    template = tmp_path / "my-tracker"
+    shutil.copytree(ROOT / "docs/examples/adapter", template)
+    info = template / "my_tracker-1.0.dist-info"
     _report.write(info / "METADATA", "Name: my-tracker\nVersion: 1.0\n")
     point = "[torchparts.conformance]\nmy-tracker = my_tracker_adapter:implementation\n"
     _report.write(info / "entry_points.txt", point)
-    path = os.pathsep.join([str(tmp_path / "my-tracker"), str(PACKAGE.parent)])
-    typed = commands(DOCS / "be-listed.md")
-    assert [arguments[0] for arguments, _, _ in typed] == ["run", "submit", "recheck"]
-    for arguments, _, _ in typed:
-        command(arguments, {"PYTHONPATH": path})
-    (listed,) = tmp_path.glob("**/registry/my-tracker-1.0.toml")
-    assert re.search(r"core (\d+) of \1 \| cpu", listed.read_text())
+    path = os.pathsep.join([str(template), str(PACKAGE.parent)])
+    ((arguments, _, _),) = commands(template / "README.md")
+    command(arguments, {"PYTHONPATH": path})
+    badge = (tmp_path / "results/badge-mod-tracker.svg").read_text()
+    assert re.search(r"core (\d+) of \1 \| cpu", badge)

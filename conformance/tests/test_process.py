@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -13,7 +14,6 @@ import time
 import pytest
 
 from torchparts_conformance import _cli, _process, _time_limit
-from torchparts_conformance._errors import ConformanceError
 
 KILLER = """
 import os
@@ -32,9 +32,7 @@ impl = Implementation("it", "1", parts={{"ckpt-wrap": types.SimpleNamespace(answ
 def run(suite, monkeypatch):
     """`run(...)` runs the small suite by its command line; returns the exit code."""
     # Child processes use the suite's own path of cases; replace it by the small suite's.
-    command = [sys.executable, "-m", "pytest", str(suite.root / "cases")]
-    command += ["--rootdir", str(suite.root), "-p", "torchparts_conformance.plugin"]
-    monkeypatch.setattr(_process, "pytest_command", lambda: command)
+    suite.write("cases/pytest.ini", "[pytest]\n")
     sitecustomize = "import torchparts_conformance.requirements._cases as c, pathlib\n"
     sitecustomize += f"c.CASES = pathlib.Path({str(suite.root / 'cases')!r})\n"
     suite.write("sitecustomize.py", sitecustomize)
@@ -68,7 +66,7 @@ def test_processes_share_the_cases_and_give_one_report(run, suite, capsys, jobs)
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("os._exit(7)", "without a report and with status 7 during cases/ckpt_wrap/test_cases"),
+        ("os._exit(7)", "without a report and with status 7 during ckpt_wrap/test_cases.py::"),
         ("os.kill(os.getpid(), 9)", "without a report and by signal 9 during"),
     ],
 )
@@ -108,25 +106,27 @@ def test_quick_run_has_an_exit_code_and_no_badge(run, suite, capsys):
     ]
 
 
+class Interrupted:
+    """A worker whose first message is interrupted, and which then sends others."""
+
+    def __init__(self, *messages):
+        self.answers, self.messages = self, [KeyboardInterrupt(), *messages]
+
+    def get(self, timeout):
+        if not self.messages:
+            raise queue.Empty
+        if isinstance(message := self.messages.pop(0), KeyboardInterrupt):
+            raise message
+        return message
+
+
 def test_interrupted_run_waits_for_its_processes(monkeypatch):
-    class Process:
-        waits = 0
-
-        def wait(self, timeout=None):
-            Process.waits += 1
-            if Process.waits == 1:
-                raise KeyboardInterrupt
-            return -2
-
-    assert _process._wait(Process()) == -2
-    assert Process.waits == 2
-
-
-def test_complaint_of_pytest_is_raised(monkeypatch):
-    command = [sys.executable, "-c", "import sys; sys.stderr.write('ERROR: no\\n'); sys.exit(4)"]
-    monkeypatch.setattr(_process, "pytest_command", lambda: [*command, "x"])
-    with pytest.raises(ConformanceError, match=r"^no$"):
-        _process.run_cases([])
+    last = {"code": 2, "report": {}}
+    worker = Interrupted({"total": 2}, {"start": "one"}, last)
+    assert _process._Followed([worker]).answers() == [last]
+    monkeypatch.setattr(_process, "FINISHING_S", 0.1)
+    silent = Interrupted({"start": "one"})
+    assert _process._Followed([silent]).answers() == [{"case": "one"}]
 
 
 @pytest.mark.parametrize(("limit_s", "end_s"), [(0.5, 1.5), (5.0, 6.0), (100.0, 120.0)])

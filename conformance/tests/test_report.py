@@ -17,7 +17,7 @@ def _verdict(report, profile="core", device="cpu"):
 
 
 @pytest.mark.parametrize(
-    ("outcome", "core", "overall", "code"),
+    ("outcome", "core", "verdict", "code"),
     [
         ("pass", "conformant", "conformant", 0),
         ("fail", "not conformant", "not conformant", 1),
@@ -25,15 +25,17 @@ def _verdict(report, profile="core", device="cpu"):
         ("xfail", "not conformant", "announced failures", 0),
         ("xpass", "not conformant", "not conformant", 1),
         ("not_run", "not conformant", "not conformant", 1),
-        ("not_provided", "not provided", "conformant", 0),
-        ("not_claimed", "not claimed", "conformant", 0),
+        ("not_provided", "not provided", "not provided", 0),
+        ("not_claimed", "not claimed", "not provided", 0),
         ("no_device", "no device", "no device", 3),
     ],
 )
-def test_verdict_of_a_profile_and_of_the_whole(make_report, outcome, core, overall, code):
+def test_verdict_is_about_core_and_the_exit_code_about_everything(
+    make_report, outcome, core, verdict, code
+):
     report = make_report({"CW-001": outcome})
     assert _verdict(report)["verdict"] == core
-    assert (report["verdict"], _report.exit_code(report)) == (overall, code)
+    assert (report["verdict"], _report.exit_code(report)) == (verdict, code)
 
 
 def test_should_that_fails_is_counted_and_does_not_block(make_report):

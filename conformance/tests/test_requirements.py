@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 
 import pytest
 from small_suite import declared as text_of
@@ -24,8 +25,9 @@ FACTS = {
     "text": "It MUST work.",
     "rationale": "it is the point",
     "since": "0.1.0",
-    "profile": "core",
+    "profile": "robust",
 }
+DOCUMENTED = {"source": "torch.utils.checkpoint.checkpoint", "quote": "re-invoking"}
 
 
 def test_decorator_marks_the_case_with_its_id():
@@ -60,6 +62,9 @@ def test_declared_requirement_has_defaults():
         ("CW-001", {"text": 3}, "text must be text"),
         ("CW-001", {"devices": ["cpu"]}, r"devices is \['cpu'\]; it must be a tuple"),
         ("CW-001", {"rationale": "see torch#1"}, "'torch#1' names no repository"),
+        ("CW-001", {"profile": "core"}, "core has what the tests and the documentation of torch"),
+        ("CW-001", {"quote": "re-invoking"}, "quote has the words of a documented object"),
+        ("CW-001", {**DOCUMENTED, "quote": ""}, "quote has the words of a documented object"),
     ],
 )
 def test_wrong_declaration_is_refused(id, facts, said):
@@ -166,9 +171,32 @@ def test_requirement_declared_twice_is_refused(write):
 
 def test_all_source_tests_are_traced():
     by_area = {area: sum(of == area for of, _ in source_tests()) for area in PARTS}
-    assert by_area == {"ckpt-wrap": 7, "mod-tracker": 4, "flat-param": 10, "sac-policies": 28}
+    assert by_area == {"ckpt-wrap": 7, "mod-tracker": 4, "flat-param": 11, "sac-policies": 28}
     lines, problems = trace()
-    assert (len(lines), problems) == (49, [])
+    assert (len(lines), problems) == (50, [])
+
+
+def _documentation(name):
+    module, _, words = name.rpartition(".")
+    while True:
+        try:
+            found = importlib.import_module(module)
+            break
+        except ModuleNotFoundError:
+            module, _, word = module.rpartition(".")
+            words = f"{word}.{words}"
+    for word in words.split("."):
+        found = getattr(found, word)
+    return " ".join((found.__doc__ or "").split())
+
+
+def test_core_has_what_tests_or_documentation_of_torch_say():
+    """Its sources are tests of PyTorch, or documented objects whose words are quoted."""
+    core = [r for r in load_registry().values() if r.profile == "core"]
+    of_tests = [r.id for r in core if (r.area, r.source) in source_tests()]
+    documented = [r for r in core if r.is_documented]
+    assert len(core) == len(of_tests) + len(documented) > 70
+    assert [r.id for r in documented if r.quote not in _documentation(r.source)] == []
 
 
 def test_lost_and_invented_source_tests_are_named(write):
@@ -180,7 +208,7 @@ def test_lost_and_invented_source_tests_are_named(write):
     lines, problems = trace(root)
     assert "test_checkpoint_wrapper.py::" in lines[5]
     assert "test_fqn -> CW-001 -> ckpt_wrap/test_a.py::test_a" in lines[5]
-    assert len(problems) == 49
+    assert len(problems) == 50
     assert (
         problems[-1] == "CW-002 names test_of_nobody, which is not a test of PyTorch for ckpt-wrap"
     )

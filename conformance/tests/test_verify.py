@@ -1,4 +1,4 @@
-"""Checking reports against the suite by running again; list entries made from reports."""
+"""Checking reports against the suite, by running again."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import json
 
 import pytest
 
-from torchparts_conformance import _badge, _cli, _listing, _pages, _report, _verify
-from torchparts_conformance._errors import ReportError
-
-CONTACT, SOURCE = "https://example.org/mine/issues", "https://example.org/mine"
+from torchparts_conformance import _badge, _cli, _report, _verify
 
 
 def test_genuine_report_has_no_problems(make_report):
@@ -101,86 +98,6 @@ def test_sample_is_random_but_repeatable(make_report):
         ("CW-001",),
         ("CW-002",),
     }
-
-
-@pytest.fixture
-def entry(make_report):
-    """An entry made from a report."""
-    return _listing.new(make_report(), contact=CONTACT, source=SOURCE)
-
-
-def test_entry_reads_back(entry, tmp_path):
-    path = _listing.submit(entry, tmp_path / "list")
-    assert path.name == "mine-1.0.toml"
-    assert _listing.read(path) == entry
-    assert entry["results"] == {"ckpt-wrap": "core 1 of 1; robust 0 of 0; in-place 1 of 1 | cpu"}
-    assert entry["install"] == ["mine==1.0"]
-    with pytest.raises(ReportError, match=r"mine-1\.0\.toml exists, and results are not replaced"):
-        _listing.submit(entry, tmp_path / "list")
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("contact = ", "kontakt = ", "contact, kontakt is missing or unknown"),
-        (f'"{SOURCE}"', '"http://example.org"', "source is 'http://example.org'"),
-        ('"mine==1.0"', '"mine @ https://x.org"', r"install is \['mine @ https"),
-        ('"mine==1.0"', '"--index-url=x"', r"install is \['--index-url=x'\]"),
-        ('"mine:adapter"', '"os:system;x"', "adapter is 'os:system;x'"),
-        ('"1.0"', '"2.0"', r"must be named mine-2\.0\.toml"),
-        ('"mine"', '"\\u001b"', "name is '\\\\x1b', which has the wrong form"),
-        ("[results]", "[results", "entry 'mine-1.0.toml': "),
-    ],
-)
-def test_wrong_entry_is_refused(entry, tmp_path, old, new, said):
-    path = tmp_path / "mine-1.0.toml"
-    text = _listing.to_toml(entry)
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
-    with pytest.raises(ReportError, match=said):
-        _listing.read(path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "facts", "said"),
-    [
-        ({"problems": ("odd",)}, {}, "cannot be listed: odd"),
-        ({"outcomes": {"CW-001": "not_run"}}, {}, "cases were left out"),
-        ({}, {"contact": "me"}, "contact is 'me'"),
-        ({}, {"source": "here"}, "source is 'here'"),
-        ({"adapter": "a b"}, {}, "adapter is 'a b'"),
-    ],
-)
-def test_report_that_cannot_be_listed_is_refused(make_report, changes, facts, said):
-    with pytest.raises(ReportError, match=said):
-        _listing.new(make_report(**changes), **{"contact": CONTACT, "source": SOURCE, **facts})
-
-
-def test_second_run_that_differs_is_named(entry, make_report, tmp_path, monkeypatch, capsys):
-    path = _listing.submit(entry, tmp_path)
-    again = [make_report(), make_report({"CW-001": "fail"})]
-    monkeypatch.setattr(_listing, "run_cases", lambda options, *, jobs: again.pop(0))
-    assert _cli.main(["recheck", str(path)]) == 0
-    assert _cli.main(["recheck", str(path)]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("ckpt-wrap: core 1 of 1; ")
-    assert "-> core 0 of 1; " in said
-
-
-def test_list_page_has_a_row_for_each_entry(entry, tmp_path):
-    assert "There are none yet." in _pages.list_page(tmp_path)
-    _listing.submit(entry, tmp_path)
-    _listing.submit({**entry, "name": "a|<b>", "contact": "a@example.org"}, tmp_path)
-    _, *rows = _pages.list_page(tmp_path).partition("|---")[2].splitlines()
-    assert len(rows) == 2
-    assert all(row.count(" | ") == 5 for row in rows)
-    assert "[mine 1.0](https://example.org/mine)" in rows[1]
-    assert "<b>" not in "".join(rows)
-
-
-def test_implementation_without_letters_cannot_be_listed(entry, tmp_path):
-    with pytest.raises(ReportError, match="has no letters or digits to name a file by"):
-        _listing.submit({**entry, "name": "///"}, tmp_path)
 
 
 def test_report_is_json_that_others_can_read(stored):

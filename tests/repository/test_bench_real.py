@@ -17,12 +17,12 @@ LEAKED: list[torch.Tensor] = []
 
 @pytest.fixture(scope="module")
 def bench_real() -> Any:
-    """Import the script, which imports a file next to it."""
-    sys.path.insert(0, str(ROOT / "tools"))
+    """Import the command."""
+    sys.path.insert(0, str(ROOT))
     try:
-        import bench_real as script
+        import benchmarks.real.__main__ as script
     finally:
-        sys.path.remove(str(ROOT / "tools"))
+        sys.path.remove(str(ROOT))
     yield script
     gc.unfreeze()
 
@@ -99,7 +99,7 @@ def test_json_has_what_the_table_shows(bench_real: Any, measured: Any) -> None:
         shown = ("ms", "ms_over", "tokens_per_second", "peak_mib", "peak_over", "kept_mib")
         assert [float(cell) for cell in cells[:6]] == [entry[key] for key in shown]
         assert cells[6] == entry["gradients"]
-    assert result["command"].startswith("python tools/bench_real.py --model toy --llama script")
+    assert result["command"].startswith("python -m benchmarks.real --model toy --llama script")
     for text in (result["date"], result["device"], result["command"], torch.__version__):
         assert text in report
 
@@ -108,17 +108,18 @@ def test_wrong_gradients_and_leaks_are_reported(
     bench_real: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """A way that is wrong, leaks or raises is reported; the others continue."""
-    monkeypatch.setattr(bench_real, "WAYS", bench_real.WAYS[:1])
+    ways = sys.modules["benchmarks.real.ways"]
+    monkeypatch.setattr(ways, "WAYS", ways.WAYS[:1])
 
-    @bench_real.way("wrong")
+    @ways.way("wrong")
     def wrong(case: Any) -> None:
         case.layers[0].register_full_backward_pre_hook(lambda _, found: (found[0] * 1.5,))
 
-    @bench_real.way("leaking")
+    @ways.way("leaking")
     def leaking(case: Any) -> None:
         LEAKED.append(torch.zeros(1 << 18))  # 1 MiB
 
-    @bench_real.way("failing")
+    @ways.way("failing")
     def failing(case: Any) -> None:
         raise ValueError("does not work here\nfor reasons")
 

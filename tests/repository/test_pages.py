@@ -155,18 +155,27 @@ def test_main_name_that_a_package_lacks_is_an_error(pages: ModuleType) -> None:
 
 
 def test_readme_is_the_home_page(pages: ModuleType) -> None:
-    """Links lead to pages of the site; install commands name the repository if it is known."""
+    """Links lead to pages of the site, or to the repository if its address is known."""
     home = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     unknown = pages.on_page_markdown(home, config={})
-    assert "ADDRESS is that of this repository" in unknown
     assert "](docs/" not in unknown and "](out-of-memory.md)" in unknown
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", unknown)
     assert targets
     assert [name for name in targets if not (ROOT / "docs" / name).exists()] == []
     page = pages.on_page_markdown(home, config={"repo_url": "https://example.org/r/"})
-    assert "\ngit clone https://example.org/r/ torchparts && cd torchparts\n" in page
-    assert "ADDRESS" not in page
     assert "](https://example.org/r/blob/main/CONTRIBUTING.md)" in page
+
+
+def test_tables_align_numbers_and_show_bars_in_code(pages: ModuleType) -> None:
+    """A column of numbers is aligned to the right; text and given alignments stay."""
+    table = (
+        "| way | ms | note |\n|---|---|:-:|\n| `a \\| b` | 1,024.5 | 3 |\n| c | **2** to 3 | 4 |\n"
+    )
+    shown = pages.tables(f"text\n\n{table}\nmore")
+    assert "|---|---:|:-:|" in shown
+    assert "| <code>a &#124; b</code> | 1,024.5 | 3 |" in shown
+    words = "| a | b |\n|---|---|\n| 1 | two |\n| x | 2 |\n"
+    assert pages.tables(words) == words
 
 
 @pytest.mark.parametrize("part", sorted(PARTS))

@@ -102,51 +102,63 @@ def test_packages_are_found_where_pip_is_told_to_look(tmp_path, backend):
     assert done.returncode == 0, done.stderr
 
 
-LANES = """
-import pathlib
-import time
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import the script of the default checks."""
+    spec = importlib.util.spec_from_file_location("checks", ROOT / "tools/checks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "checks", module)  # dataclasses look up their module
+    spec.loader.exec_module(module)
+    return module
 
-import nox
 
-@nox.session(venv_backend="none")
-@nox.parametrize("part", ["one", "two"], ids=["one", "two"])
-def tests(session, part):
-    print(f"tests({{part}}) ran", flush=True)
-    if f"tests({{part}})" == "{fails}":
-        session.error()
-
-@nox.session(venv_backend="none")
-def repository(session):
-    for _ in range(300):  # until the other lane has run all that is left
-        if len(list(pathlib.Path().glob("report-tests*"))) == 2:
-            break
-        time.sleep(0.1)
-    else:
-        session.error()
-    print("repository ran", flush=True)
-    if "{fails}" == "repository":
-        session.error()
+WAITS = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+while len(list(folder.iterdir())) < 2:
+    time.sleep(0.05)
+print("long ran")
+sys.exit(int(sys.argv[2]))
 """
+WRITES = "import pathlib, sys; pathlib.Path(sys.argv[1], sys.argv[2]).touch(); print(sys.argv[2])"
 
 
-@pytest.mark.parametrize("fails", ["", "tests(one)", "tests(two)", "repository"])
-def test_failure_in_either_lane_is_one(tmp_path, fails):
-    """Each lane takes remaining sessions while the other is busy; only failures are named."""
-    (tmp_path / "noxfile.py").write_text(LANES.format(fails=fails))
-    done = subprocess.run(
-        [sys.executable, str(ROOT / ".ci/lanes.py"), str(tmp_path / "log")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == (1 if fails else 0), done.stderr
-    for name in ("tests(one)", "tests(two)", "repository"):
-        assert f"{name} ran" in done.stdout
-    assert [line for line in done.stdout.splitlines() if line.startswith("failed:")] == (
-        [f'failed: {fails}  (python -m nox -s "{fails}")'] if fails else []
-    )
+@pytest.mark.parametrize("fails", [None, "long", "one"])
+def test_checks_run_in_two_lanes_and_failures_are_named(checks, tmp_path, capsys, fails):
+    """A lane takes the remaining checks while the other is busy; all run in any case."""
+    fail = "; sys.exit(3)" if fails == "one" else ""
+    chosen = [
+        checks.Check("long", ("-c", WAITS, str(tmp_path), "3" if fails == "long" else "0")),
+        checks.Check("one", ("-c", WRITES + fail, str(tmp_path), "one ran")),
+        checks.Check("two", ("-c", WRITES, str(tmp_path), "two ran")),
+    ]
+    assert checks.run(chosen) == (1 if fails else 0)
+    printed = capsys.readouterr().out.splitlines()
+    for name in ("long", "one", "two"):
+        assert f"{name} ran" in printed
+    wanted = [f"failed: {fails}  (nox -s tests -- {fails})"] if fails else []
+    assert [line for line in printed if line.startswith("failed:")] == wanted
+
+
+def test_wrong_name_of_a_check_is_an_error(checks, capsys):
+    """Options of a command need one named check."""
+    with pytest.raises(SystemExit):
+        checks.main(["flat_param"])
+    assert "no check is named flat_param; there are sac-policies, " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        checks.main(["flat-param", "types", "--", "-x"])
+    assert "options after -- go to one check" in capsys.readouterr().err
+
+
+def test_files_of_the_checks_exist(checks):
+    """Paths and patterns match something."""
+    for check in checks.CHECKS:
+        words = [word for word in check.arguments()[1:] if "/" in word]
+        missing = [word for word in words if not (ROOT / word).exists()]
+        assert [word for word in missing if "output" not in word] == []
+        assert not any("*" in word for word in words)
 
 
 def test_release_tag_must_equal_the_version(tmp_path):
@@ -161,6 +173,31 @@ def test_release_tag_must_equal_the_version(tmp_path):
     (package / "__init__.py").write_text('__version__ = "1.2.0"\n')
     (tmp_path / "CHANGELOG.md").write_text("## 1.2.0 - 2026-11-21\n")
     assert list(release.problems(tmp_path, "thing", "thing-v1.2.0")) == []
+
+
+def test_release_fails_while_a_page_says_that_nothing_is_uploaded(tmp_path):
+    """The sentence stands once, in the README, and is taken out for the first release."""
+    release = load("release_tag")
+    assert [line.split()[0] for line in release.unfinished(ROOT)] in ([], ["README.md"])
+    (tmp_path / "README.md").write_text(f"{release.NOT_UPLOADED}: clone it.")
+    assert len(list(release.unfinished(tmp_path))) == 1
+    (tmp_path / "README.md").write_text("Install it.")
+    assert list(release.unfinished(tmp_path)) == []
+
+
+def test_address_of_the_repository_is_the_same_everywhere(tmp_path):
+    """One command moves it; a line that names another one is reported."""
+    script = load("address")
+    assert script.differences() == []
+    (tmp_path / "CITATION.cff").write_text("repository-code: https://example.org/a/torchparts\n")
+    (tmp_path / "page.md").write_text("see\nhttps://example.org/b/torchparts/blob/main/x\n")
+    for command in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    assert [line.split()[0] for line in script.differences(tmp_path)] == ["page.md:2"]
+    (tmp_path / "page.md").write_text("https://example.org/a/torchparts/blob/main/x\n")
+    script.move("https://example.org/c/torchparts", tmp_path)
+    assert script.address(tmp_path) == "https://example.org/c/torchparts"
+    assert "/c/torchparts/blob" in (tmp_path / "page.md").read_text()
 
 
 def test_builds_must_be_equal(tmp_path):
@@ -205,3 +242,27 @@ def test_demo_runs_on_as_many_threads_as_it_is_told(told, given):
         [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
     )
     assert done.stdout.split() == [given, told or "1"], done.stderr
+
+
+def test_simulated_device_runs_where_code_for_devices_changed(tmp_path):
+    """Files that use streams or the accelerator, deleted ones, and the device itself."""
+    spec = importlib.util.spec_from_file_location("concerned", ROOT / "tools/simdev/concerned.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    files = {
+        "packages/x/src/a.py": "stream.wait_event(event)",
+        "packages/x/src/b.py": "x = 1",
+        "packages/x/tests/c.py": "@pytest.mark.accelerator",
+        "packages/x/benchmarks/d.py": "torch.accelerator.synchronize()",
+        "docs/page.md": "stream",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    changed = [*files, "packages/x/src/gone.py", "tools/simdev/csrc/host.cpp"]
+    assert script.concerned(changed, tmp_path) == [
+        *("packages/x/src/a.py", "packages/x/tests/c.py"),
+        *("packages/x/src/gone.py", "tools/simdev/csrc/host.cpp"),
+    ]

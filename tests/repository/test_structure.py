@@ -1,4 +1,4 @@
-"""Private torch names are in one place per package, and modules import in one direction."""
+"""Private torch names are in one place per package, and packages use no sibling."""
 
 from __future__ import annotations
 
@@ -63,43 +63,18 @@ def test_private_names_of_torch_are_read_in_one_place_of_a_package(source: Path)
     assert any(private_names(path) or "_C" in path.read_text("utf-8") for path in inside)
 
 
-def imports(source: Path) -> dict[str, set[str]]:
-    """Return the imports of each module of a package from that package, anywhere in its file."""
-    names = {}
-    for path in source.rglob("*.py"):
-        parts = [source.name, *path.relative_to(source).with_suffix("").parts]
-        names[".".join(parts[:-1] if path.name == "__init__.py" else parts)] = path
-    found: dict[str, set[str]] = {}
-    for name, path in names.items():
-        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        found[name] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                found[name] |= {alias.name for alias in node.names} & names.keys()
-            elif isinstance(node, ast.ImportFrom):
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, *([node.module] if node.module else [])])
-                base = base if node.level else str(node.module)
-                for alias in node.names:
-                    wanted = f"{base}.{alias.name}" if f"{base}.{alias.name}" in names else base
-                    found[name] |= {wanted} & names.keys() - {name}
-    return found
-
-
-def in_circles(graph: dict[str, set[str]]) -> set[str]:
-    """Return modules in import cycles, and modules that import those."""
-    left = {name: set(targets) for name, targets in graph.items()}
-    while ends := {name for name, targets in left.items() if not targets & left.keys()}:
-        left = {name: targets for name, targets in left.items() if name not in ends}
-    return set(left)
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=shown)
-def test_no_modules_import_each_other(source: Path) -> None:
-    """Imports for annotations count."""
-    assert in_circles(imports(source)) == set()
-
-
-def test_circle_is_found() -> None:
-    assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == {"a", "b", "c"}
-    assert in_circles({"a": {"b"}, "b": set()}) == set()
+@pytest.mark.parametrize("source", SOURCES[:-1], ids=shown)
+def test_tests_and_benchmarks_import_no_sibling(source: Path) -> None:
+    """All packages are installed where tests run, and each must pass alone."""
+    siblings = {other.name for other in SOURCES} - {source.name}
+    found = {}
+    for folder in ("tests", "benchmarks"):
+        for path in (source.parents[1] / folder).rglob("*.py"):
+            nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+            names = {
+                alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+            }
+            names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+            if used := {name.partition(".")[0] for name in names} & siblings:
+                found[shown(path)] = sorted(used)
+    assert found == {}

@@ -1,7 +1,7 @@
 """Run everything that needs an accelerator: `python tools/release/gpu.py [--device cuda] OUT`.
 
 Runs the conformance suite and the tests marked `accelerator`, two processes at a time, then the
-demo and `tools/bench_real.py`, one at a time. Each part writes a log into the folder OUT, and a
+demo and `benchmarks.real`, one at a time. Each part writes a log into the folder OUT, and a
 part that is still running at the time limit is ended. `gpu.json` names the machine, the date and
 the outcome of each part.
 
@@ -57,7 +57,7 @@ def parts(device: str, out: Path) -> Iterator[Part]:
         yield Part(f"tests {name}", (*tests, f"--junitxml={out / name}.xml"))
     demo = ("docs/examples/compare_gpt.py", "--device", device, "--quick")
     yield Part("demo", (*demo, "--out", str(out / "demo")), measures=True)
-    real = ("tools/bench_real.py", "--model", "1b", "--json", str(out / "real.json"))
+    real = ("-m", "benchmarks.real", "--model", "1b", "--json", str(out / "real.json"))
     yield Part("bench real", real, measures=True)
 
 

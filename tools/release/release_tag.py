@@ -5,8 +5,8 @@ and two builds are equal.
 
 Usage: python release_tag.py FOLDER DISTRIBUTION TAG [ONE OTHER]
 
-ONE and OTHER are folders with the files of two builds. An empty TAG, "", means the tag of the
-version.
+ONE and OTHER are folders with the files of two builds. With an empty TAG, "", as in a rehearsal,
+the changelog need not be dated.
 """
 
 from __future__ import annotations
@@ -37,8 +37,23 @@ def problems(folder: Path, distribution: str, tag: str) -> Iterator[str]:
     if f'__version__ = "{version}"' not in init.read_text(encoding="utf-8"):
         yield f"{init} does not say __version__ = {version!r}"
     changelog = (folder / "CHANGELOG.md").read_text(encoding="utf-8")
-    if not re.search(rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE):
+    dated = rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$"
+    if tag and not re.search(dated, changelog, re.MULTILINE):
         yield f"{folder}/CHANGELOG.md has no dated section for {version}"
+
+
+NOT_UPLOADED = "Not uploaded yet"
+
+
+def unfinished(root: Path) -> Iterator[str]:
+    """Yield the pages that still say that nothing is uploaded, which a release makes wrong."""
+    for page in (
+        root / "README.md",
+        *root.glob("docs/**/*.md"),
+        *root.glob("packages/*/README.md"),
+    ):
+        if NOT_UPLOADED in page.read_text(encoding="utf-8"):
+            yield f"{page.relative_to(root)} says {NOT_UPLOADED!r}: take that sentence out"
 
 
 def differing(one: Path, other: Path) -> Iterator[str]:
@@ -58,6 +73,8 @@ def main() -> int:
     """Print each disagreement; return 1 if there are any."""
     folder, distribution, tag, *builds = sys.argv[1:]
     found = list(problems(Path(folder), distribution, tag))
+    if tag:
+        found += unfinished(release_files.ROOT)
     if builds:
         one, other = map(Path, builds)
         found += differing(one, other)

@@ -1,7 +1,7 @@
 """Generate the pages of the conformance suite when mkdocs builds the site.
 
-Requirement pages come from the decorators of the cases, the results page from `results.json`, and
-the list of implementations from its entries. `mkdocs.yml` names this file as a hook.
+Requirement pages come from the decorators of the cases, and the results page from `results.json`.
+`mkdocs.yml` names this file as a hook.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ def pages(docs: Path) -> dict[str, str]:
     found = {
         # Non-breaking hyphens: a table on a phone would divide the dates.
         "results.md": DATE.sub("\\1\u2011\\2\u2011\\3", _pages.results_page(results)),
-        "registry/index.md": _pages.list_page(docs / FOLDER / "registry"),
     }
     return {f"{FOLDER}/{name}": text for name, text in (found | _pages.requirement_pages()).items()}
 

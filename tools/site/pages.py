@@ -17,6 +17,7 @@ import functools
 import os
 import re
 from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -269,14 +270,43 @@ def readme(repository: str = "", folder: str = ".") -> str:
     return re.sub(r"\[([^\]]*)\]\((?!https?:|#)([^)]+)\)", link, text)
 
 
+CODE_WITH_BAR = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")
+TABLE = re.compile(r"^(\|.*\|)\n(\|[-:| ]+\|)\n((?:\|.*\|(?:\n|$))+)", re.MULTILINE)
+NUMBER = re.compile(r"[-+<>=~≤≥ ]*\d[\d,.]*(?: ?(?:%|x|to|ms|us|s|MiB|GiB|KiB|[\d,.]+))*")
+
+
+def tables(markdown: str) -> str:
+    """Align columns of numbers to the right, and write bars inside of code as GitHub shows them."""
+
+    def bars(found: re.Match[str]) -> str:
+        return f"<code>{escape(found[1].replace(BAR, '|')).replace('|', '&#124;')}</code>"
+
+    def aligned(found: re.Match[str]) -> str:
+        header, rule, body = found.groups()
+        rows = [_cells(line) for line in body.splitlines()]
+        columns = _cells(rule)
+        for index, dashes in enumerate(columns):
+            values = [row[index].strip() for row in rows if index < len(row)]
+            values = [value.replace("**", "") for value in values if value]
+            if values and ":" not in dashes and all(map(NUMBER.fullmatch, values)):
+                columns[index] = dashes.rstrip() + ":"
+        return f"{header}\n|{'|'.join(columns)}|\n{body}"
+
+    return TABLE.sub(lambda found: CODE_WITH_BAR.sub(bars, aligned(found)), markdown)
+
+
+BAR = "\\|"
+
+
+def _cells(line: str) -> list[str]:
+    return re.split(r"(?<!\\)\|", line.strip()[1:-1])
+
+
 def on_page_markdown(markdown: str, *, config: Any, **rest: Any) -> str:
     """Called by mkdocs for each page."""
     address = config.get("repo_url") or ""
     if "<!-- README.md -->" in markdown:
         markdown = markdown.replace("<!-- README.md -->", readme(address))
-    if address:
-        markdown = re.sub(r"(git clone |git\+)ADDRESS", rf"\g<1>{address}", markdown)
-        markdown = markdown.replace("  # ADDRESS is that of this repository", "")
     fillers = {
         r"README of ([\w/-]+)": lambda found: readme(address, found[1]),
         r"names of (\w+)(?:: ([\w, ]+))?": lambda found: names_page(
@@ -287,4 +317,4 @@ def on_page_markdown(markdown: str, *, config: Any, **rest: Any) -> str:
     }
     for line, fill in fillers.items():
         markdown = re.sub(rf"^<!-- {line} -->$", fill, markdown, flags=re.MULTILINE)
-    return markdown
+    return tables(markdown)

@@ -11,9 +11,8 @@ of them. An `Implementation` tells the suite where its parts are.
     )
 """
 
-from torchparts_conformance._errors import NotProvided
 from torchparts_conformance._implementation import PROTOCOL, Implementation
 from torchparts_conformance.requirements._requirement import requirement
 
-__all__ = ["PROTOCOL", "Implementation", "NotProvided", "requirement"]
+__all__ = ["PROTOCOL", "Implementation", "requirement"]
 __version__ = "0.1.0"

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +49,22 @@ def _entry_points() -> list[importlib.metadata.EntryPoint]:
 
 def installed(name: str) -> str:
     """Return the distributions of a short name with their versions, or the missing ones."""
-    if name in SHIPPED:
-        wanted = SHIPPED[name][1]
-    else:
-        points = [point for point in _entry_points() if point.name == name]
-        wanted = tuple(point.dist.name for point in points if point.dist is not None)
-    versions = {distribution: version_of(distribution) for distribution in wanted}
-    if missing := [distribution for distribution, found in versions.items() if not found]:
+    wanted = _distributions(name)
+    if missing := missing_of(wanted):
         return f"not installed: {', '.join(missing)}"
-    return ", ".join(f"{distribution} {found}" for distribution, found in versions.items())
+    return ", ".join(f"{distribution} {version_of(distribution)}" for distribution in wanted)
+
+
+def _distributions(name: str) -> tuple[str, ...]:
+    if name in SHIPPED:
+        return SHIPPED[name][1]
+    points = [point for point in _entry_points() if point.name == name]
+    return tuple(point.dist.name for point in points if point.dist is not None)
+
+
+def missing_of(distributions: Iterable[str]) -> list[str]:
+    """Return those distributions that are not installed."""
+    return [distribution for distribution in distributions if not version_of(distribution)]
 
 
 def version_of(distribution: str) -> str:
@@ -78,7 +85,8 @@ def adapter_path(spec: str | None) -> str:
     if ":" not in path:
         raise AdapterError(
             f"implementation {wanted!r} is unknown. Name one of "
-            f"{', '.join(sorted(known_adapters()))}, or module:attribute."
+            f"{', '.join(sorted(known_adapters()))}, or your adapter as module:attribute; "
+            "torchparts-conformance without arguments shows how to write one."
         )
     return path
 
@@ -92,7 +100,12 @@ def load_implementation(spec: str | None = None) -> Implementation:
     """
     path = adapter_path(spec)
     _see_working_directory()
-    role = f"implementation {spec or os.environ[VARIABLE]!r}"
+    name = spec or os.environ[VARIABLE]
+    role = f"implementation {name!r}"
+    if missing := missing_of(_distributions(name)):
+        raise AdapterError(
+            f"{role} needs {', '.join(missing)}. Run python -m pip install {' '.join(missing)}."
+        )
     adapter = import_object(path, role=role)
     if callable(adapter) and not isinstance(adapter, Implementation):
         adapter = _call(adapter, role)
@@ -133,6 +146,12 @@ def import_object(path: str, *, role: str) -> Any:
         raise
     except AdapterError as error:  # already has a clear message
         raise AdapterError(f"{role}: {error}") from error
+    except ModuleNotFoundError as error:
+        missing = (error.name or module).partition(".")[0]
+        raise AdapterError(
+            f"{role}: importing {path!r} raised {one_line(error)}. If the name is right, install "
+            f"the package that contains it, usually with python -m pip install {missing}."
+        ) from error
     except BaseException as error:  # an adapter may also skip, or exit
         raise AdapterError(
             f"{role}: importing {path!r} raised {one_line(error)}. Install what it needs, or "

@@ -1,7 +1,7 @@
 """The badge of one area, computed from a report.
 
-Counts are exact and count MUST requirements. Green: every claimed profile is conformant. Yellow:
-core is conformant. Red: core is not. Grey: no requirement was judged.
+It is about core. Counts are exact and count MUST requirements. Green: conformant. Red: not
+conformant. Grey: no requirement was judged.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchparts_conformance import _report
-from torchparts_conformance.requirements._areas import AREAS
+from torchparts_conformance.requirements._areas import AREAS, CORE
 
-_HEX = {"brightgreen": "#3a7d0a", "yellow": "#8a6a00", "red": "#b3261e", "lightgrey": "#5f5f5f"}
+_HEX = {"brightgreen": "#3a7d0a", "red": "#b3261e", "lightgrey": "#5f5f5f"}
 _CHARACTER_PX = 6.6
 _PADDING_PX = 10
 
@@ -32,44 +32,39 @@ class Badge:
 
 
 def badges(report: Mapping[str, Any]) -> list[Badge]:
-    """Return the badge of each area of the run."""
-    return [_badge(report, area) for area in AREAS if area in report["claims"]["areas"]]
+    """Return the badge of each area of the run that has requirements of core."""
+    found = {v["area"] for v in report["verdicts"] if v["profile"] == CORE}
+    return [_badge(report, area) for area in AREAS if area in found]
 
 
 def _badge(report: Mapping[str, Any], area: str) -> Badge:
-    judged = _report.judged(report, area)
+    judged = _judged(report, area)
     return Badge(
         area=area,
         label=f"{area} {report['suite']}",
-        message=message(report, area) or "not provided",
+        message=_message(judged) or "not provided",
         color=_color(judged),
         implementation=_report.title(report),
     )
 
 
-def message(report: Mapping[str, Any], area: str) -> str:
-    """Return the text of a badge, such as `core 19 of 19; robust 12 of 19 | cpu`."""
-    judged = _report.judged(report, area)
-    devices = dict.fromkeys(v["device"] for v in judged)
+def _judged(report: Mapping[str, Any], area: str) -> list[Mapping[str, Any]]:
+    return [v for v in _report.judged(report, area) if v["profile"] == CORE]
+
+
+def _message(judged: list[Mapping[str, Any]]) -> str:
+    """Return the text of a badge, such as `core 19 of 19 | cpu`."""
     return ", ".join(
-        f"{_of_device([v for v in judged if v['device'] == device])} | {device}"
-        for device in devices
+        f"{'not run' if v['verdict'] == 'no device' else _report.counts_of(v)} | {v['device']}"
+        for v in judged
     )
-
-
-def _of_device(judged: list[Mapping[str, Any]]) -> str:
-    ran = [v for v in judged if v["verdict"] != "no device"]
-    return "; ".join(map(_report.counts_of, ran)) or "not run"
 
 
 def _color(judged: list[Mapping[str, Any]]) -> str:
     words = {v["verdict"] for v in judged}
-    core = {v["verdict"] for v in judged if v["profile"] == "core"}
     if words <= {"no device"}:
         return "lightgrey"
-    if words == {"conformant"}:
-        return "brightgreen"
-    return "yellow" if core == {"conformant"} else "red"
+    return "brightgreen" if words == {"conformant"} else "red"
 
 
 def to_shields(badge: Badge) -> str:

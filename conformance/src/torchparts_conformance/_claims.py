@@ -27,7 +27,7 @@ class Claims:
 
     Attributes:
         implementation: the implementation under test.
-        profiles: the chosen profiles; None for all.
+        profiles: the chosen profiles; None for core and those that the implementation claims.
         unfit: why the implementation does not support the installed torch, or "".
     """
 
@@ -39,9 +39,10 @@ class Claims:
         """Return outcome and reason if a requirement does not apply, or ''."""
         if not self.implementation.provides(requirement.area):
             return "not_provided", f"{requirement.area} is not provided"
-        is_chosen = self.profiles is None or requirement.profile in self.profiles
-        if not is_chosen or not self.implementation.claims(requirement.area, requirement.profile):
-            return "not_claimed", f"profile {requirement.profile} is not claimed"
+        area, profile = requirement.area, requirement.profile
+        chosen = self.profiles
+        if not (self.implementation.claims(area, profile) if chosen is None else profile in chosen):
+            return "not_claimed", f"profile {profile} is not claimed"
         return ("not_provided", self.unfit) if self.unfit else ("", "")
 
 

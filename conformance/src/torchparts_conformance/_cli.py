@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from torchparts_conformance import (
     _adapters,
     _known_failures,
-    _listing,
     _mutation,
     _options,
     _report,
@@ -36,10 +35,11 @@ from torchparts_conformance._errors import (
     fail,
     say,
 )
-from torchparts_conformance._process import RunError, pytest_command, run_cases
+from torchparts_conformance._process import RunError, run_cases
 from torchparts_conformance._worker import environment
-from torchparts_conformance.requirements._areas import AREAS, profile_order
+from torchparts_conformance.requirements._areas import AREAS, CORE, profile_order
 from torchparts_conformance.requirements._cases import (
+    CASES,
     cases_by_id,
     find_cases,
     load_registry,
@@ -112,10 +112,12 @@ def _jobs(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     """Print everything about one requirement, and run its cases without capturing output."""
     asked = _requirement_named(arguments.explain, load_registry(), "--explain")
-    arguments.area = asked.area
+    arguments.area, arguments.profile = asked.area, asked.profile
     say(*_summary.explained(asked, cases_by_id().get(asked.id, [])), "")
-    shown = ("--requirement", asked.id, "--tb=long", "-vv", "--no-header", "-rN", "--capture=fd")
-    command = [*pytest_command(), *shown, *_options.arguments(arguments)]
+    command = [sys.executable, "-m", "pytest", str(CASES), f"--rootdir={CASES}"]
+    command += ["-c", str(CASES / "pytest.ini"), "-p", "torchparts_conformance.plugin"]
+    command += ["--tb=long", "-vv", "--no-header", "-rN", "--capture=fd"]
+    command += ["--requirement", asked.id, *_options.arguments(arguments)]
     return subprocess.run(command, check=False, env=environment()).returncode
 
 
@@ -138,11 +140,11 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Import an adapter and its parts, and print what a verdict would cover."""
     registry = load_registry()
     implementation = _adapters.load_implementation(arguments.impl)
-    _run.refuse_private_imports(_adapters.adapter_file(arguments.impl or ""))
     check_capabilities(implementation, registry)
     say(f"{implementation.name} {implementation.version}, protocol {implementation.protocol}")
     for name in implementation.distributions:
-        say(f"distribution {name}: {_adapters.version_of(name) or 'not installed'}")
+        found = _adapters.version_of(name)
+        say(f"distribution {name}: {found or f'missing; run python -m pip install {name}'}")
     if unfit := unfit_torch(implementation):
         return fail([unfit], NOT_CONFORMANT)
     claims = Claims(implementation)
@@ -165,14 +167,18 @@ def _coverage(claims: Claims, area: str, registry: _Registry) -> Iterator[str]:
             needs = needs_of(case.path, function, combined=area == "combined")
             why = why_missing(part, needs, lacks, case.ids)
             missing |= dict.fromkeys(case.ids, why) if why else {}
-    claimed = [r for r in registry.values() if r.area == area and not claims.why_not(r)[0]]
-    counts = []
-    for profile in sorted({r.profile for r in claimed}, key=profile_order):
-        ids = [r.id for r in claimed if r.profile == profile]
-        counts.append(f"{profile} {sum(id not in missing for id in ids)} of {len(ids)}")
-    yield f"{area}: would be judged by {', '.join(counts)} requirements"
+    mine = [r for r in registry.values() if r.area == area]
+    counts = {}
+    for profile in sorted({r.profile for r in mine}, key=profile_order):
+        ids = [r.id for r in mine if r.profile == profile]
+        counts[profile] = f"{profile} {sum(id not in missing for id in ids)} of {len(ids)}"
+    yield f"{area}: the verdict is about {counts.pop(CORE, 'nothing')} requirements"
+    for profile, count in counts.items():
+        is_claimed = claims.implementation.claims(area, profile)
+        how = "claimed" if is_claimed else f"run with --profile {profile}"
+        yield f"  beside it, torchparts' own: {count}, {how}"
     reasons: dict[str, list[str]] = {}
-    for requirement in claimed:
+    for requirement in (r for r in mine if not claims.why_not(r)[0]):
         if requirement.id in missing:
             reasons.setdefault(missing[requirement.id], []).append(requirement.id)
     yield from (f"  not provided {', '.join(ids)}: {why}" for why, ids in reasons.items())
@@ -204,23 +210,6 @@ def verify(arguments: argparse.Namespace) -> int:
     say(f"{len(ids)} requirements were run again, with seed {seed}")
     if not found:
         say(f"{name}, nothing contradicts it")
-    return fail(found, NOT_CONFORMANT)
-
-
-def submit(arguments: argparse.Namespace) -> int:
-    """Write the entry of an implementation for the public list, from its report."""
-    report = _report.read(arguments.report)
-    entry = _listing.new(report, contact=arguments.contact, source=arguments.source)
-    path = _listing.submit(entry, arguments.to)
-    say(f"{path} is ready. Open a pull request that adds it.")
-    return CONFORMANT
-
-
-def recheck(arguments: argparse.Namespace) -> int:
-    """Run an entry of the public list again, and compare the results."""
-    found = _listing.recheck(arguments.entry, install=arguments.install, jobs=_jobs(arguments))
-    if not found:
-        say(f"{arguments.entry.name}: the second run agrees")
     return fail(found, NOT_CONFORMANT)
 
 
@@ -274,6 +263,16 @@ def mutants(arguments: argparse.Namespace) -> int:
     return fail(wrong, SUITE_BROKEN)
 
 
+_FIRST_STEPS = """\
+first steps, with a wrapper in my_wrapper.py:
+  write my_adapter.py:
+    from torchparts_conformance import Implementation
+    implementation = Implementation("mine", "1.0", parts={"ckpt-wrap": "my_wrapper"})
+  torchparts-conformance doctor my_adapter:implementation
+  torchparts-conformance run --impl my_adapter:implementation
+"""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that prints errors on one line and exits with code 4."""
 
@@ -283,8 +282,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=NAME, description="Check implementations against the requirements.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = _Parser(
+        prog=NAME,
+        description="Check implementations against the requirements.",
+        epilog=_FIRST_STEPS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def without_command(_: argparse.Namespace) -> int:
+        parser.print_help()
+        return BAD_INPUT
+
+    parser.set_defaults(command=without_command)
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     def add(command: Callable[[argparse.Namespace], int], name: str = "") -> Callable[..., Any]:
         text = (command.__doc__ or "").partition("\n")[0]
@@ -314,15 +324,6 @@ def _parser() -> argparse.ArgumentParser:
     option("--impl", help="the implementation to run again")
     option("--sample", type=int, default=20, help="requirements to run again; default: 20")
     option("--seed", type=int, help="of the sample; default: a random one")
-    add_jobs(option)
-    option = add(submit)
-    option("report", type=Path)
-    option("--contact", required=True, help="https or mail address of a maintainer")
-    option("--source", required=True, help="https address of the repository")
-    option("--to", type=Path, required=True, help="folder of the list")
-    option = add(recheck)
-    option("entry", type=Path, help="file of one implementation and version")
-    option("--install", action="store_true", help="install its distributions with pip first")
     add_jobs(option)
     option = add(publish)
     option("results", type=Path, help="the results file")

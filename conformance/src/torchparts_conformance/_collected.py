@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import re
@@ -15,12 +14,10 @@ import pytest
 
 from torchparts_conformance import _report
 from torchparts_conformance._errors import OptionError, RegistryError
-from torchparts_conformance.requirements._areas import AREAS, CLAIMED_BY_ALL, area_of, folder_of
+from torchparts_conformance.requirements._areas import CORE, ROBUST, area_of_path
 from torchparts_conformance.requirements._cases import find_cases, function_of
 from torchparts_conformance.requirements._needs import Needs, needs_of
 from torchparts_conformance.requirements._requirement import Requirement
-
-_FOLDERS = {folder_of(area) for area in AREAS}
 
 
 @dataclass
@@ -63,14 +60,6 @@ class CaseResult:
         }
 
 
-def area_of_path(path: Path) -> str | None:
-    """Return the area of a file of cases, from the folder below `cases`."""
-    for above, folder in itertools.pairwise(path.parts):
-        if above == "cases" and folder in _FOLDERS:
-            return area_of(folder)
-    return None
-
-
 def device_of(item: pytest.Item) -> str:
     """Return the device an item runs on."""
     callspec = getattr(item, "callspec", None)
@@ -105,6 +94,11 @@ class Collected:
     def find(self, item: pytest.Item) -> CaseResult | None:
         """Return the result of an item; None if the item checks no requirement on its device."""
         return self._results.get(item.nodeid)
+
+    def outcome(self, nodeid: str) -> str:
+        """Return the outcome of an item so far."""
+        found = self._results.get(nodeid)
+        return "not_run" if found is None else found.outcome
 
     def take(self, items: Iterable[pytest.Item]) -> None:
         """Record every case before selection."""
@@ -164,7 +158,7 @@ class Collected:
         for nodeid, entry in self._results.items():
             if not entry.uses_ranks and not entry.missing:
                 for requirement in entry.requirements:
-                    if requirement.level == "MUST" and requirement.profile in CLAIMED_BY_ALL:
+                    if requirement.level == "MUST" and requirement.profile in (CORE, ROBUST):
                         best = found.get(requirement.id)
                         if best is None or best[0] > entry.needs.is_slow:
                             found[requirement.id] = entry.needs.is_slow, nodeid

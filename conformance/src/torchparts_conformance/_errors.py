@@ -36,14 +36,6 @@ class RankError(ConformanceError, RuntimeError):
     """A worker process raised, crashed or did not answer in time."""
 
 
-class NotProvided(AttributeError):
-    """Raised by a part that lacks a name or option that a case needs.
-
-    The outcome of the case is `not_provided`, which is neither a pass nor a failure: verdicts do
-    not count it.
-    """
-
-
 def say(*lines: str, is_wrong: bool = False) -> None:
     """Print lines; to standard error if `wrong`."""
     print("\n".join(map(printable, lines)), file=sys.stderr if is_wrong else sys.stdout, flush=True)

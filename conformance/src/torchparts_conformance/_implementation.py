@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchparts_conformance._errors import AdapterError
-from torchparts_conformance.requirements._areas import AREAS, CLAIMED_BY_ALL, PARTS
+from torchparts_conformance.requirements._areas import AREAS, CORE, PARTS
 
 PROTOCOL = "1"
 MAX_NAME = 100
@@ -16,7 +16,7 @@ MAX_NAME = 100
 
 @dataclass(frozen=True)
 class Implementation:
-    """Locations of the parts of one implementation, and its claims beyond core and robust.
+    """Locations of the parts of one implementation, and its claims beyond core.
 
     Args:
         name: shown in reports and badges; 1 to 100 characters.
@@ -24,7 +24,8 @@ class Implementation:
         distributions: names of the installed distributions that contain the code.
         parts: area -> the object whose attributes the cases use, or `"module"` or
             `"module:attribute"`. Areas that are left out are not provided.
-        capabilities: area -> names of the capability profiles the implementation claims there.
+        capabilities: area -> names of the profiles that the implementation claims there beside
+            core, such as "robust".
         lacks: area -> {name, option or id of a requirement: reason}, for things that seem to be
             there but do not work. The suite itself finds names that a part does not have.
         torch: supported versions of torch, as in `">=2.9,<2.12"`; by default those in the metadata
@@ -69,7 +70,7 @@ class Implementation:
         """Return whether the implementation claims this profile of an area."""
         if not self.provides(area):
             return False
-        return profile in CLAIMED_BY_ALL or profile in self.capabilities.get(area, frozenset())
+        return profile == CORE or profile in self.capabilities.get(area, frozenset())
 
 
 def _violation(implementation: Implementation) -> str:

@@ -1,8 +1,8 @@
 """Run broken implementations, several at a time, on the cases that they must fail.
 
-This module is also the worker process: it runs cases on one broken implementation after another, so
-that torch is imported once. A fault that is not caught is tried again in a new process, because an
-earlier fault may have changed the first one.
+A process runs cases on one broken implementation after another, so that torch is imported once. A
+fault that is not caught is tried again in a new process, because an earlier fault may have changed
+the first one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchparts_conformance._errors import one_line
-from torchparts_conformance._worker import Worker, serve
+from torchparts_conformance._process import SESSION
+from torchparts_conformance._worker import Worker
 from torchparts_conformance.mutants import Mutant, find_mutants
 from torchparts_conformance.requirements._areas import folder_of
-from torchparts_conformance.requirements._cases import CASES, cases_by_id
+from torchparts_conformance.requirements._cases import cases_by_id
 
 START_S = 120.0
 MUTANT_LIMIT_S = 600.0
@@ -107,11 +107,11 @@ class _Bench:
         """Run one and print the result."""
         began = time.monotonic()
         job = {
-            "asked": sorted(asked),
             "files": sorted(set().union(*(self._files.get(id, set()) for id in asked))),
             "options": [
                 f"--impl={self._base}",
                 f"--area={mutant.area}",
+                "--profile=all",
                 f"--mutant={path.resolve()}::{mutant.name}",
                 f"--requirement={','.join(sorted(asked))}",
                 f"--case-limit={CASE_LIMIT_S}",
@@ -120,13 +120,12 @@ class _Bench:
         worker = self._idle.get()
         is_new = worker is None
         worker = worker or self._start()
-        found = self._ask(worker, job)
-        if set(found.get("failed", ())) != asked and not is_new:
+        tried = self._try(worker, job, mutant, asked)
+        if not tried.is_caught and not is_new:
             worker.end()
             worker = self._start()
-            found = self._ask(worker, job)
+            tried = self._try(worker, job, mutant, asked)
         self._idle.put(worker if worker.process.poll() is None else None)
-        tried = Tried(mutant, asked, frozenset(found.get("failed", ())), found.get("failure", ""))
         self._done += 1
         line = f"[{self._done}/{self._total}] {mutant.area} {mutant.name}: {tried}"
         sys.stderr.write(f"{line} ({time.monotonic() - began:.1f} s)\n")
@@ -135,63 +134,36 @@ class _Bench:
 
     def _start(self) -> Worker:
         self._started += 1
-        return Worker(__name__, log=self._logs / f"{self._started}.log", leads=True)
+        return Worker(SESSION, log=self._logs / f"{self._started}.log", leads=True)
 
-    def _ask(self, worker: Worker, job: dict[str, Any]) -> dict[str, Any]:
-        """Return the requirements that failed. A process that does not answer is ended."""
+    def _try(
+        self, worker: Worker, job: dict[str, Any], mutant: Mutant, asked: frozenset[str]
+    ) -> Tried:
+        """Run the cases once. A process that does not answer is ended."""
         if not worker.is_ready and not worker.becomes_ready(START_S):
             worker.end()
-            return {"failure": f"the process did not start: {worker.printed()}"}
+            return Tried(mutant, asked, failure=f"the process did not start: {worker.printed()}")
         worker.send(job)
-        try:
-            answer = worker.answers.get(timeout=MUTANT_LIMIT_S)
-        except queue.Empty:
-            worker.end()
-            return {"failure": f"no answer in {MUTANT_LIMIT_S:g} s"}
+        answer: dict[str, Any] | None = {}
+        while answer is not None and "code" not in answer:
+            try:
+                answer = worker.answers.get(timeout=MUTANT_LIMIT_S)
+            except queue.Empty:
+                worker.end()
+                return Tried(mutant, asked, failure=f"no answer in {MUTANT_LIMIT_S:g} s")
         if answer is None:
             worker.end()
-            return {"failure": f"the process ended with code {worker.process.wait()}"}
-        return answer
+            failure = f"the process ended with code {worker.process.wait()}"
+            return Tried(mutant, asked, failure=failure)
+        if answer["report"] is None:
+            failure = f"the run ended with code {answer['code']} and without a report"
+            return Tried(mutant, asked, failure=failure)
+        rows = [row for row in answer["report"]["rows"] if row["id"] in asked]
+        failed = frozenset(row["id"] for row in rows if row["outcome"] in _CAUGHT)
+        return Tried(mutant, asked, failed, "" if rows else "there are no cases")
 
     def close(self) -> None:
         """End every process."""
         for _ in range(self._jobs):
             if (worker := self._idle.get()) is not None:
                 worker.end()
-
-
-def _answer(job: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return {"failed": _failed(job)}
-    except Exception as error:  # returned to the parent process
-        return {"failure": one_line(error)}
-
-
-def _failed(job: dict[str, Any]) -> list[str]:
-    """Return the requested requirements that failed."""
-    import pytest
-
-    from torchparts_conformance import plugin
-
-    class Witness:
-        run: Any = None
-
-        @pytest.hookimpl(trylast=True)
-        def pytest_configure(self, config: pytest.Config) -> None:
-            self.run = plugin.run_of(config)
-
-    settings = [f"--rootdir={CASES}", "-c", str(CASES / "pytest.ini"), "-p", "no:terminal"]
-    # These two collect garbage ten times per session, which would take most of the time.
-    settings += ["-p", "no:unraisableexception", "-p", "no:threadexception"]
-    witness = Witness()
-    code = pytest.main([*job["files"], *settings, *job["options"]], plugins=[plugin, witness])
-    if witness.run is None or witness.run.report is None:
-        raise RuntimeError(f"the run ended with code {int(code)} and without a report")
-    rows = [row for row in witness.run.report["rows"] if row["id"] in job["asked"]]
-    if not rows:
-        raise RuntimeError("there are no cases")
-    return sorted({row["id"] for row in rows if row["outcome"] in _CAUGHT})
-
-
-if __name__ == "__main__":
-    serve(_answer)

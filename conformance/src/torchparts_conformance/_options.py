@@ -14,7 +14,13 @@ from torchparts_conformance._collected import known_order
 from torchparts_conformance._devices import accelerator, is_known
 from torchparts_conformance._errors import OptionError
 from torchparts_conformance._run import CASE_LIMIT_S, Settings
-from torchparts_conformance.requirements._areas import ACCELERATOR, AREAS, is_device
+from torchparts_conformance.requirements._areas import (
+    ACCELERATOR,
+    AREAS,
+    CORE,
+    is_device,
+    profile_order,
+)
 from torchparts_conformance.requirements._cases import load_registry
 
 MAX_CASE_LIMIT_S = 86400.0
@@ -47,7 +53,11 @@ OPTIONS = (
         "cpu, cuda, xpu...; comma-separated; all: every device of this machine; default: cpu",
         "cpu",
     ),
-    Option("profile", "profiles to claim, comma-separated; default: all", "all"),
+    Option(
+        "profile",
+        "profiles to run beside core, comma-separated, or all; default: those the adapter claims",
+        "claimed",
+    ),
     Option("order", "listed, reversed or seed:N; no outcome depends on it", "listed"),
     Option("case_limit", "seconds until a case is ended", CASE_LIMIT_S, float),
     Option("quick", "one fast case of each MUST of core and robust, without a verdict", flag=True),
@@ -57,7 +67,6 @@ OUT = Option("out", "folder for the report and the badges", type=Path)
 PYTEST_ONLY = (
     Option("mutant", "file.py::name of a fault to apply"),
     Option("requirement", "run only the cases of these ids, comma-separated", ""),
-    Option("progress", "print a line as each case begins and ends", flag=True),
     Option("share", "folder/N: run the cases that no other process of the folder runs", type=Path),
 )
 
@@ -82,7 +91,6 @@ def settings(option: Callable[[str], Any], spec: str) -> Settings:
         mutant=option("mutant"),
         order=known_order(option("order")),
         case_limit_s=_limit(option("case_limit")),
-        progress=option("progress"),
         requirements=frozenset(option("requirement").split(",")) - {""},
         quick=option("quick"),
         share=option("share"),
@@ -111,11 +119,13 @@ def _devices_of(text: str) -> tuple[str, ...]:
 
 
 def _profiles(text: str) -> tuple[str, ...] | None:
-    if text == "all":
+    if text == "claimed":
         return None
-    chosen = tuple(text.split(","))
-    check_profiles(chosen, load_registry())
-    return chosen
+    registry = load_registry()
+    known = {requirement.profile for requirement in registry.values()}
+    chosen = known if text == "all" else {CORE, *text.split(",")}
+    check_profiles(chosen, registry)
+    return tuple(sorted(chosen, key=profile_order))
 
 
 def _limit(seconds: float) -> float:

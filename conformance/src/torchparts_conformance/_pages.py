@@ -1,15 +1,13 @@
-"""Markdown pages of the site: requirements, results and the public list."""
+"""Markdown pages of the site: requirements and results."""
 
 from __future__ import annotations
 
-import re
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
-from torchparts_conformance import _listing, _report, _results
+from torchparts_conformance import _report, _results
 from torchparts_conformance._results import Result
-from torchparts_conformance.requirements._areas import AREAS, folder_of, profile_order
+from torchparts_conformance.requirements._areas import AREAS, CORE, OWN, folder_of, profile_order
 from torchparts_conformance.requirements._cases import (
     SOURCE_ROOT,
     Case,
@@ -75,9 +73,11 @@ def _section(requirement: Requirement, cases: Iterable[Case]) -> list[str]:
     r = requirement
     source = source_tests().get((r.area, r.source), "")
     file = source.partition("::")[0]
+    documented = f'from the documentation of `{r.source}`: "{escape(r.quote)}"'
     facts = [
         f"{r.level}, profile `{r.profile}`, {' and '.join(r.devices)}, since {r.since}",
         f"from [`{r.source}`]({SOURCE_ROOT}{file}) of PyTorch" if source else "",
+        documented if r.is_documented else "",
         f"why: {with_links(escape(r.rationale))}" if r.rationale else "",
         *(f"case `{case.name}`: {escape(case.text)}" for case in cases),
     ]
@@ -91,8 +91,9 @@ def results_page(results: Sequence[Result]) -> str:
     lines = [
         "# Results",
         "",
-        "Each cell counts MUST requirements that passed, of those that the implementation provides "
-        "and claims. What is not provided is not counted.",
+        "Each cell counts MUST requirements that passed, of those that the implementation "
+        "provides. What is not provided is not counted.",
+        f"The verdict is about core. The other columns stand beside it: {OWN}.",
         "",
         "| implementation | torch | CPU | accelerator |",
         "|---|---|---|---|",
@@ -144,46 +145,12 @@ def _cells(
 ) -> Iterator[str]:
     """Return the requirements of an area that each implementation does not pass."""
     ids = [r.id for r in registry.values() if r.area == area]
-    yield from ("Requirements that did not pass:", "")
+    yield from ("Requirements that did not pass, those of core in bold:", "")
     for result in results:
         failed = [id for id in ids if result.outcomes.get(id) in ("fail", "error", "xfail")]
-        links = ", ".join(f"[{id}](spec-{area}.md#{id.lower()})" for id in failed)
+        core = {id for id in failed if registry[id].profile == CORE}
+        shown = {id: f"[{id}](spec-{area}.md#{id.lower()})" for id in failed}
+        links = ", ".join(f"**{link}**" if id in core else link for id, link in shown.items())
         ran = any(result.outcomes.get(id) == "pass" for id in ids)
         if failed or ran:
             yield f"- {_title(result)}: {links or 'none'}"
-
-
-_LIST_HEAD = """# Listed implementations
-
-Implementations whose maintainers [asked to be listed](../be-listed.md). A workflow ran each of them
-again with these results.
-
-"""
-_LIST_TABLE = """| implementation | results | torch | suite | run on | contact |
-|---|---|---|---|---|---|
-"""
-
-
-def list_page(folder: Path) -> str:
-    """Return the page of all list entries in a folder.
-
-    Raises:
-        ReportError: an entry cannot be read.
-    """
-    entries = [_listing.read(path) for path in sorted(folder.glob("*.toml"))]
-    if not entries:
-        return f"{_LIST_HEAD}There are none yet.\n"
-    return _LIST_HEAD + _LIST_TABLE + "".join(map(_list_row, entries))
-
-
-def _list_row(entry: Mapping[str, str | Mapping[str, str]]) -> str:
-    texts = {word: markdown(text) for word, text in entry.items() if isinstance(text, str)}
-    results = entry["results"]
-    assert isinstance(results, Mapping)
-    shown = "<br>".join(f"{markdown(a)}: {markdown(text)}" for a, text in results.items())
-    contact = texts["contact"]
-    if re.match("https:", str(entry["contact"])):
-        contact = f"[{contact}]({entry['contact']})"
-    who = f"[{texts['name']} {texts['version']}]({entry['source']})"
-    cells = (who, shown, texts["torch"], texts["suite"], texts["date"], contact)
-    return f"| {' | '.join(cells)} |\n"

@@ -1,163 +1,127 @@
 """Run the cases in child processes, since an implementation may crash.
 
-With two processes, each takes the next case that is not taken. A process reports progress in lines
-that begin with `PROGRESS`. If it ends without a report, its last other line is shown.
+With two processes, each takes the next case that is not taken.
 """
 
 from __future__ import annotations
 
 import contextlib
-import subprocess
+import queue
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torchparts_conformance import _report
 from torchparts_conformance._errors import BAD_INPUT, ConformanceError, printable
-from torchparts_conformance._run import PROGRESS
-from torchparts_conformance._worker import environment
-from torchparts_conformance.requirements._cases import CASES
+from torchparts_conformance._worker import Worker
 
+SESSION = "torchparts_conformance._session"
 FINISHING_S = 60.0
 _COMPLAINT = "ERROR: "
-_EVERY = 20
-
-
-@dataclass
-class Ended:
-    """The end of a process: exit code, last case it started, last line, error of pytest."""
-
-    status: int = 0
-    case: str = ""
-    last_line: str = ""
-    complaint: str = ""
-
-    def __str__(self) -> str:
-        how = f"by signal {-self.status}" if self.status < 0 else f"with status {self.status}"
-        during = f" during {self.case}" if self.case else ""
-        said = f"; its last line was {self.last_line!r:.200}" if self.last_line else ""
-        return f"{how}{during}{said}"
+_SHOWN_EVERY_S = 10.0
 
 
 class RunError(Exception):
     """A process of cases ended without a report."""
 
 
-def pytest_command() -> list[str]:
-    """Return the command that runs the cases with the suite's own settings."""
-    return [
-        *(sys.executable, "-m", "pytest", str(CASES), f"--rootdir={CASES}"),
-        *("-c", str(CASES / "pytest.ini"), "-p", "torchparts_conformance.plugin"),
-    ]
-
-
 def run_cases(options: Sequence[str], *, jobs: int = 1) -> dict[str, Any]:
     """Run the cases, show progress, and return the report."""
-    with tempfile.TemporaryDirectory(prefix="torchparts-run-") as scratch:
-        folder = Path(scratch)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchparts-run-")))
         (folder / "share").mkdir()
-        outs = [folder / str(number) for number in range(jobs)]
-        commands = [
-            [*pytest_command(), "-p", "no:terminal", "--progress", f"--out={out}", *options]
-            + ([f"--share={folder / 'share' / out.name}"] if jobs > 1 else [])
-            for out in outs
-        ]
-        ends = _watch(commands)
-        if complaint := next((e.complaint for e in ends if e.status == BAD_INPUT), ""):
-            raise ConformanceError(complaint)
-        paths = [out / "report.json" for out in outs]
-        for path, ended in zip(paths, ends, strict=True):
-            if not path.exists():
+        workers = [Worker(SESSION, log=folder / f"{number}.log") for number in range(jobs)]
+        for number, worker in enumerate(workers):
+            stack.callback(worker.end)
+            share = [f"--share={folder / 'share' / str(number)}"] if jobs > 1 else []
+            worker.send({"files": [], "options": [*options, *share]})
+        answers = _Followed(workers).answers()
+        for worker, answer in zip(workers, answers, strict=True):
+            if answer.get("code") == BAD_INPUT and (said := _complaint(worker)):
+                raise ConformanceError(said)
+        for worker, answer in zip(workers, answers, strict=True):
+            if answer.get("report") is None:
                 raise RunError(
-                    f"the run ended without a report and {ended}. Run the cases with python -m "
-                    "pytest to see more."
+                    f"the run ended without a report and {_how(worker, answer)}. Run the cases "
+                    "with python -m pytest to see more."
                 )
-        return _report.merged(map(_report.read, paths))
+        return _report.merged(answer["report"] for answer in answers)
 
 
-def _watch(commands: Sequence[Sequence[str]]) -> list[Ended]:
-    """Run commands in parallel; after Ctrl-C they may write their reports."""
-    ends = [Ended() for _ in commands]
-    progress = _Progress()
-    processes = [
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=environment(),
-            encoding="utf-8",
-            errors="replace",
-        )
-        for command in commands
-    ]
-    listeners = []
-    for process, ended in zip(processes, ends, strict=True):
-        assert process.stderr is not None
-        arguments = (process.stderr, ended, progress)
-        listeners.append(threading.Thread(target=_listen, args=arguments, daemon=True))
-        listeners[-1].start()
-    for process, ended in zip(processes, ends, strict=True):
-        ended.status = _wait(process)
-    for listener in listeners:
-        listener.join(5.0)  # a leftover child of a case may hold the pipe open
-    return ends
+def _complaint(worker: Worker) -> str:
+    lines = (line for line in worker.printed().splitlines() if line.startswith(_COMPLAINT))
+    return next(lines, "").removeprefix(_COMPLAINT).strip()
 
 
-def _wait(process: subprocess.Popen[str]) -> int:
-    try:
-        return process.wait()
-    except KeyboardInterrupt:  # the process got it too, and writes an incomplete report
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(FINISHING_S)
-        process.kill()
-        return process.wait()
+def _how(worker: Worker, answer: dict[str, Any]) -> str:
+    """Return how a process ended, the case that it was in, and its last line."""
+    code = answer.get("code", worker.process.poll())
+    how = f"by signal {-code}" if code is not None and code < 0 else f"with status {code}"
+    during = f" during {answer['case']}" if answer.get("case") else ""
+    lines = worker.printed().strip().splitlines()
+    said = f"; its last line was {lines[-1].strip()!r:.200}" if lines else ""
+    return f"{how}{during}{said}"
 
 
-def _listen(pipe: IO[str], ended: Ended, progress: _Progress) -> None:
-    with pipe:
-        while line := pipe.readline(4096):
-            if line.startswith(PROGRESS):
-                word, _, rest = line.removeprefix(PROGRESS).strip().partition(" ")
-                ended.case = rest if word == "start" else ""
-                progress.take(word, rest)
-            elif line.strip():
-                ended.last_line = line.strip()
-                if line.startswith(_COMPLAINT):
-                    ended.complaint = line.removeprefix(_COMPLAINT).strip()
+class _Followed:
+    """Worker processes that run cases; shows the progress of all of them."""
 
-
-class _Progress:
-    """Counts finished cases in all processes and shows the progress."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = workers
         self._total = 0
         self._outcomes: Counter[str] = Counter()
-        self._began_s = time.monotonic()
+        self._began_s = self._shown_s = time.monotonic()
 
-    def take(self, word: str, rest: str) -> None:
-        """Handle one line of a process, without its prefix."""
-        with self._lock:
-            if word == "total":
-                self._total = int(rest)
-            elif word == "end":
-                self._outcomes[rest] += 1
-                self._show()
+    def answers(self) -> list[dict[str, Any]]:
+        """Return the answer of each process, or the case in which it ended.
+
+        After Ctrl-C, which the processes get too, they may write incomplete reports.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        cases = [""] * len(self._workers)
+        deadline = float("inf")
+        while len(found) < len(self._workers) and time.monotonic() < deadline:
+            try:
+                for number in set(range(len(self._workers))) - set(found):
+                    message = self._next(number)
+                    if message is None or "code" in message:
+                        found[number] = message or {"case": cases[number]}
+                    else:
+                        if "start" in message or "end" in message:
+                            cases[number] = message.get("start", "")
+                        self._take(message)
+            except KeyboardInterrupt:
+                deadline = min(deadline, time.monotonic() + FINISHING_S)
+        return [found.get(n, {"case": case}) for n, case in enumerate(cases)]
+
+    def _next(self, number: int) -> dict[str, Any] | None:
+        """Return the next message of a process; None if it has ended."""
+        try:
+            message = self._workers[number].answers.get(timeout=0.02)
+        except queue.Empty:
+            return {}
+        if message is None:
+            self._workers[number].process.wait()
+        return message
+
+    def _take(self, message: dict[str, Any]) -> None:
+        self._total = message.get("total", self._total)
+        if "end" in message:
+            self._outcomes[message["end"]] += 1
+            self._show()
 
     def _show(self) -> None:
-        done, total = self._outcomes.total(), self._total
+        done, now = self._outcomes.total(), time.monotonic()
         wrong = self._outcomes["fail"] + self._outcomes["error"]
-        line = f"[{done}/{total}] {time.monotonic() - self._began_s:.0f} s"
+        line = f"[{done}/{self._total}] {now - self._began_s:.0f} s"
         line = printable(line + (f", {wrong} wrong" if wrong else ""))
         if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{line}" + ("\n" if done == total else ""))
-        elif done % _EVERY == 0 or done == total:
+            sys.stderr.write(f"\r\x1b[K{line}" + ("\n" if done == self._total else ""))
+        elif now - self._shown_s > _SHOWN_EVERY_S or done == self._total:
             sys.stderr.write(f"{line}\n")
+            self._shown_s = now
         sys.stderr.flush()

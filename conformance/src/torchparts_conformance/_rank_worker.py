@@ -9,15 +9,14 @@ import importlib.util
 import json
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchparts_conformance._errors import NotProvided, RankError
-from torchparts_conformance._subject import Subject, freeze_imports, guard
+from torchparts_conformance._failure import sentence
+from torchparts_conformance._subject import Subject, freeze_imports
 from torchparts_conformance._worker import serve
 
 
@@ -25,29 +24,21 @@ def main() -> None:
     """Serve jobs until standard input ends."""
     torch.set_num_threads(1)
     subjects: dict[tuple[str, str | None], Subject] = {}
-    replaced = guard()
     freeze_imports()
-    serve(lambda job: _answer(job, subjects, replaced))
+    serve(lambda job, tell: _answer(job, subjects))
 
 
-def _answer(
-    job: dict[str, Any],
-    subjects: dict[tuple[str, str | None], Subject],
-    replaced: Callable[[], list[str]],
-) -> dict[str, Any]:
+def _answer(job: dict[str, Any], subjects: dict[tuple[str, str | None], Subject]) -> dict[str, Any]:
     try:
         key = (job["impl"], job["mutant"])
         value = json.loads(json.dumps(_run(job, subjects.setdefault(key, Subject(*key)))))
-        if names := replaced():
-            raise RankError(f"{names[0]} was replaced by the code under test")
         return {"job": job["job"], "value": value}
     except BaseException as error:  # any exception of a rank belongs to the case
-        kinds = {"failed": AssertionError, "lacks": NotProvided}
         return {
             "job": job["job"],
-            "error": f"{type(error).__name__}: {error}"[:2000],
+            "error": sentence(error),
             "trace": traceback.format_exc()[-4000:],
-            **{word: isinstance(error, kind) for word, kind in kinds.items()},
+            "failed": isinstance(error, AssertionError),
         }
 
 

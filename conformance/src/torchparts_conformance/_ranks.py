@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchparts_conformance._errors import NotProvided, RankError
+from torchparts_conformance._errors import RankError
 from torchparts_conformance._subject import Subject
 from torchparts_conformance._worker import Worker
 
@@ -158,11 +158,8 @@ def _raise_cause(answers: list[dict[str, Any]]) -> None:
     failures = [(rank, answer) for rank, answer in enumerate(answers) if "error" in answer]
     if not failures:
         return
-    signs = ("failed", "dead", "lacks")
     rank, answer = min(
-        failures, key=lambda f: (not any(map(f[1].get, signs)), bool(f[1].get("silent")))
+        failures, key=lambda f: (not (f[1].get("failed") or f[1].get("dead")), "silent" in f[1])
     )
-    if answer.get("lacks"):
-        raise NotProvided(answer["error"].partition(": ")[2])
     message = f"rank {rank}: {answer['error']}\n{answer['trace']}".rstrip()
     raise AssertionError(message) if answer.get("failed") else RankError(message)

@@ -2,7 +2,8 @@
 
 Requirements that are not provided or not claimed are not counted. A profile of an area is
 conformant on a device if every counted MUST passed, no case was left out, and the run had no
-problem.
+problem. The verdict of the report is that of core; the exit code is about every profile that was
+run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torchparts_conformance._errors import (
     ReportError,
     printable,
 )
-from torchparts_conformance.requirements._areas import AREAS, LEVELS, profile_order
+from torchparts_conformance.requirements._areas import AREAS, CORE, LEVELS, profile_order
 from torchparts_conformance.requirements._cases import load_registry
 from torchparts_conformance.requirements._requirement import Requirement
 
@@ -109,7 +110,9 @@ def derived(report: Mapping[str, Any], registry: Mapping[str, Requirement]) -> d
         for (area, profile), found in groupby(ordered, key=lambda e: (e[0].area, e[0].profile)):
             facts = {"area": area, "profile": profile, "device": device}
             verdicts.append(facts | _verdict(list(found), sound=not report["problems"]))
-    return {"verdicts": verdicts, "verdict": _overall(report, verdicts)}
+    core = [v for v in verdicts if v["profile"] == CORE]
+    rows = [row for row in report["rows"] if registry[row["id"]].profile == CORE]
+    return {"verdicts": verdicts, "verdict": _overall(core, rows, report["problems"])}
 
 
 def _place(entry: tuple[Requirement, str]) -> tuple[int, tuple[int, str]]:
@@ -141,9 +144,11 @@ def _word(
     return "conformant" if sound and is_whole and must <= {"pass"} else "not conformant"
 
 
-def _overall(report: Mapping[str, Any], verdicts: Iterable[Mapping[str, Any]]) -> str:
+def _overall(
+    verdicts: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]], problems: list[str]
+) -> str:
     words = {v["verdict"] for v in verdicts} - {"not claimed", "not provided"}
-    if report["problems"]:
+    if problems:
         return "not conformant"
     if not words:
         return "not provided"
@@ -151,7 +156,7 @@ def _overall(report: Mapping[str, Any], verdicts: Iterable[Mapping[str, Any]]) -
         return "no device" if "no device" in words else "conformant"
     # A known failure is not a pass; it only keeps the exit code at 0.
     allowed = {"pass", "xfail", *UNCOUNTED}
-    announced = all(row["outcome"] in allowed for row in report["rows"])
+    announced = all(row["outcome"] in allowed for row in rows)
     return "announced failures" if announced else "not conformant"
 
 
@@ -169,8 +174,8 @@ def judged(report: Mapping[str, Any], area: str) -> list[Mapping[str, Any]]:
 
 
 def exit_code(report: Mapping[str, Any]) -> int:
-    """Return the exit code of a run with this report."""
-    return EXIT_CODES[report["verdict"]]
+    """Return the exit code of a run with this report, about every profile that was run."""
+    return EXIT_CODES[_overall(report["verdicts"], report["rows"], report["problems"])]
 
 
 def to_text(report: Mapping[str, Any]) -> str:

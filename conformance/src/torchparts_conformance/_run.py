@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import re
 import sys
 import traceback
 import warnings
@@ -16,7 +14,6 @@ from typing import Any
 import pytest
 
 from torchparts_conformance import (
-    __all__,
     _adapters,
     _badge,
     _devices,
@@ -26,16 +23,17 @@ from torchparts_conformance import (
     _summary,
 )
 from torchparts_conformance._claims import Claims, check_capabilities, unfit_torch, why_missing
-from torchparts_conformance._collected import CaseResult, Collected, area_of_path, claimed, ordered
-from torchparts_conformance._errors import AdapterError, NotProvided, one_line
+from torchparts_conformance._collected import CaseResult, Collected, claimed, ordered
+from torchparts_conformance._errors import one_line
+from torchparts_conformance._failure import sentence
 from torchparts_conformance._ranks import shared_pool
-from torchparts_conformance._subject import Subject, freeze_imports, guard
+from torchparts_conformance._subject import Subject, freeze_imports
 from torchparts_conformance._time_limit import time_limit
+from torchparts_conformance.requirements._areas import area_of_path
 from torchparts_conformance.requirements._cases import load_registry
 from torchparts_conformance.requirements._requirement import Requirement
 
 CASE_LIMIT_S = 300.0
-PROGRESS = "torchparts> "
 _NOT_ASKED = ("not_claimed", "not_provided", "no_device")
 _PYTEST_INTERNAL_ERROR = 3
 _PYTEST_USAGE_ERROR = 4
@@ -46,7 +44,7 @@ class Settings:
     """The options of a run.
 
     Attributes:
-        profiles: the chosen profiles; None for all.
+        profiles: the chosen profiles; None for core and those that the implementation claims.
         requirements: only their cases run, if there are any.
         quick: whether only one fast case of each MUST of core and robust runs.
         share: `folder/N`: other processes run the other cases.
@@ -61,7 +59,6 @@ class Settings:
     mutant: str | None = None
     order: str = "listed"
     case_limit_s: float = CASE_LIMIT_S
-    progress: bool = False
     requirements: frozenset[str] = frozenset()
     quick: bool = False
     share: Path | None = None
@@ -78,12 +75,12 @@ class Run:
         self.cases = Collected(self.registry)
         self.known = _known_failures.load(settings.known_failures)
         self.pool = shared_pool()
+        self.compared: tuple[str, str, str, str] | None = None
         self.report: dict[str, Any] | None = None
         self._is_ready = False
 
     def import_adapter(self) -> None:
         """Import the adapter and its parts, after all cases were collected."""
-        self._replaced = guard()
         # Before the adapter: autograd counts the devices at the first backward of the process.
         self._absent = {kind for kind in self.settings.devices if not _devices.is_there(kind)}
         with time_limit(self.settings.case_limit_s):
@@ -92,7 +89,6 @@ class Run:
             self._claims = Claims(self._implementation, self.settings.profiles, unfit)
             check_capabilities(self._implementation, self.registry)
             self._adapter = _adapters.adapter_file(self.settings.spec)
-            refuse_private_imports(self._adapter)
             if not unfit:
                 self._find_parts()
         self._is_ready = True
@@ -129,7 +125,6 @@ class Run:
         if not self._is_ready:  # pytest also calls this for a refused run
             return
         items = list(items)
-        self.tell(f"total {len(items)}")
         freeze_imports()
         is_first = self.settings.share is None or self.settings.share.name == "0"
         uses_ranks = (e for i in items if (e := self.cases.find(i)) and e.uses_ranks)
@@ -142,12 +137,6 @@ class Run:
         found = {item.nodeid: self.cases.find(item) for item in items}
         uses_ranks = {id: entry is not None and entry.uses_ranks for id, entry in found.items()}
         return claimed(items, self.settings.share, uses_ranks)
-
-    def tell(self, line: str) -> None:
-        """Print a progress line for the parent process."""
-        if self.settings.progress:
-            sys.stderr.write(f"{PROGRESS}{line}\n")
-            sys.stderr.flush()
 
     def _why_not(self, entry: CaseResult) -> tuple[str, str]:
         """Return outcome and reason if a case is not to run, or empty strings."""
@@ -175,6 +164,7 @@ class Run:
         """Seed torch, use one thread, limit the time, and show all warnings."""
         import torch
 
+        self.compared = None
         torch.manual_seed(0)
         torch.set_num_threads(1)
         with warnings.catch_warnings(), time_limit(self.settings.case_limit_s):
@@ -193,15 +183,26 @@ class Run:
         assert entry is not None
         entry.duration_s += report.duration
         if entry.outcome not in _NOT_ASKED:
-            outcome, reason = _outcome(call, report)
+            outcome, reason = self._outcome(call, report)
             if outcome == "error" and not report.failed:
                 report.outcome, report.longrepr = "failed", reason
                 vars(report).pop("wasxfail", None)
             if outcome and entry.outcome in ("not_run", "pass"):
                 entry.outcome, entry.reason = outcome, reason
                 entry.where = _where(call.excinfo.value, self._adapter) if call.excinfo else ""
-        if report.when == "teardown":
-            self.tell(f"end {entry.outcome}")
+
+    def _outcome(self, call: pytest.CallInfo[None], report: pytest.TestReport) -> tuple[str, str]:
+        """Return outcome and reason of one phase; no outcome if the phase does not determine it."""
+        raised = call.excinfo.value if call.excinfo else None
+        if report.skipped or hasattr(report, "wasxfail"):
+            said = one_line(raised) if raised else "a mark on the case"
+            return "error", f"only the suite may skip, but {report.when} did: {said}"
+        if not report.failed:
+            return ("pass", "") if report.when == "call" else ("", "")
+        raised = raised or AssertionError("failed")
+        failed = isinstance(raised, (AssertionError, pytest.fail.Exception))
+        word = "fail" if failed and report.when == "call" else "error"
+        return word, sentence(raised, self.compared)
 
     def finish(self, pytest_status: int) -> int:
         """Write the report, and return the exit code."""
@@ -247,8 +248,6 @@ class Run:
     def _faults(self) -> Iterator[str]:
         if self.settings.mutant:
             yield f"the implementation was broken by {self.settings.mutant.rpartition('::')[2]}"
-        for name in self._replaced():
-            yield f"{name} was replaced by the code under test"
 
     def summary(self) -> list[str]:
         """Return the lines that a terminal shows about the report."""
@@ -295,59 +294,11 @@ def write_badges(report: Mapping[str, Any], folder: Path) -> None:
         _report.write(folder / f"badge-{badge.area}.svg", _badge.to_svg(badge))
 
 
-def refuse_private_imports(adapter: Path | None) -> None:
-    """Raise if an adapter imports private names of the suite."""
-    package = Path(__file__).parent
-    if adapter is None or adapter.suffix != ".py" or package in adapter.parents:
-        return
-    tree = ast.parse(adapter.read_text(encoding="utf-8"))
-    private = (name for node in ast.walk(tree) for name in _imports(node) if _PRIVATE.match(name))
-    if (name := next(private, None)) is not None:
-        raise AdapterError(
-            f"{adapter.name} imports {name}. An adapter may use the public names of "
-            "torchparts_conformance, and torchparts_conformance.adapters."
-        )
-
-
-_PRIVATE = re.compile(rf"torchparts_conformance\.(?!({'|'.join(__all__)}|adapters)\b)")
-
-
-def _imports(node: ast.AST) -> Iterator[str]:
-    """Return the names that a node may import; `import_module` may get any string."""
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        yield from (f"{node.module}.{alias.name}" for alias in node.names)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value
-
-
-def _outcome(call: pytest.CallInfo[None], report: pytest.TestReport) -> tuple[str, str]:
-    """Return outcome and reason of one phase; no outcome if the phase does not determine it."""
-    raised = call.excinfo.value if call.excinfo else None
-    if report.skipped or hasattr(report, "wasxfail"):
-        said = one_line(raised) if raised else "a mark on the case"
-        return "error", f"only the suite may skip, but {report.when} did: {said}"
-    if not report.failed:
-        return ("pass", "") if report.when == "call" else ("", "")
-    raised = raised or AssertionError("failed")
-    if isinstance(raised, NotProvided) and report.when == "call":
-        return "not_provided", _reason(raised)
-    failed = isinstance(raised, (AssertionError, pytest.fail.Exception))
-    return ("fail" if failed and report.when == "call" else "error"), _reason(raised)
-
-
-def _reason(raised: BaseException) -> str:
-    """Return a reason without parts that differ between runs: addresses and folders."""
-    text = re.sub(r"0x[0-9a-fA-F]+", "0x...", one_line(raised))
-    return re.sub(r"(?<![\w:/])(?:/[\w.+@-]+)+/", "", text)
-
-
 def _where(raised: BaseException, adapter: Path | None) -> str:
     """Return the last line of the case, of the adapter, and of the code that raised."""
     frames = [(Path(f.filename), f.lineno) for f in traceback.extract_tb(raised.__traceback__)]
     in_case = [frame for frame in frames if area_of_path(frame[0])]
     in_adapter = [frame for frame in frames if frame[0] == adapter]
-    last = [] if isinstance(raised, AssertionError) else frames[-1:]
+    last = [] if isinstance(raised, (AssertionError, pytest.fail.Exception)) else frames[-1:]
     steps = dict.fromkeys([*in_case[-1:], *in_adapter[-1:], *last]) if in_case else {}
     return " > ".join(f"{path.parent.name}/{path.name}:{line}" for path, line in steps)

@@ -6,19 +6,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchparts_conformance import _report
-from torchparts_conformance.requirements._areas import AREAS
+from torchparts_conformance.requirements._areas import CORE, OWN
 from torchparts_conformance.requirements._cases import Case, source_tests
 from torchparts_conformance.requirements._requirement import Requirement
 
 SHOWN_IN_FULL = 20
-_WIDTH = 200
+_WIDTH = 400
 _Rows = Sequence[Mapping[str, Any]]
 
 
 def summary(
     report: Mapping[str, Any], registry: Mapping[str, Requirement], *, quick: bool = False
 ) -> list[str]:
-    """Return failures by reason, a verdict for each area, problems, and the overall verdict.
+    """Return failures by reason, a verdict for each area, problems, and the verdict on core.
 
     Args:
         report: of the run.
@@ -37,29 +37,39 @@ def summary(
         *_failures(report, registry),
         *_not_run(report),
         *verdicts(report),
+        *_beside(report),
         *report["problems"],
         f"{report['implementation']['name']}: {report['verdict']}",
     ]
 
 
 def verdicts(report: Mapping[str, Any]) -> Iterator[str]:
-    """Return a line for each area and device, and one for areas that were not judged."""
+    """Return a line for each area and device, and one for areas of which nothing was judged."""
     absent = []
-    for area in AREAS:
+    for area in report["claims"]["areas"]:
         judged = _report.judged(report, area)
-        if not judged and area in report["claims"]["areas"]:
+        if not judged:
             absent.append(area)
-        for device in report["claims"]["devices"]:
-            found = [v for v in judged if v["device"] == device]
-            if found:
-                yield f"{area:<13} {device:<5} {_words(found)}: {'; '.join(map(_counts, found))}"
+        for v in judged:
+            if v["profile"] == CORE:
+                yield f"{area:<13} {v['device']:<5} {v['verdict']}: {_counts(v)}"
     if absent:
         yield f"not provided: {', '.join(absent)}"
 
 
-def _words(found: Sequence[Mapping[str, Any]]) -> str:
-    words = {v["verdict"] for v in found}
-    return words.pop() if len(words) == 1 else "not conformant"
+def _beside(report: Mapping[str, Any]) -> Iterator[str]:
+    """Return what was run beside core, by area and device."""
+    is_first = True
+    for area in report["claims"]["areas"]:
+        for device in report["claims"]["devices"]:
+            judged = [v for v in _report.judged(report, area) if v["device"] == device]
+            if own := [_counts(v) for v in judged if v["profile"] != CORE]:
+                if is_first:
+                    yield f"beside it; {OWN}:"
+                is_first = False
+                yield f"{area:<13} {device:<5} {'; '.join(own)}"
+    if is_first and any(row["outcome"] == "not_claimed" for row in report["rows"]):
+        yield "torchparts' own requirements were not run; add --profile all to see them beside it"
 
 
 def _counts(verdict: Mapping[str, Any]) -> str:
@@ -70,7 +80,7 @@ def _counts(verdict: Mapping[str, Any]) -> str:
 
 def _failures(report: Mapping[str, Any], registry: Mapping[str, Requirement]) -> Iterator[str]:
     together: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in report["rows"]:
+    for row in sorted(report["rows"], key=lambda row: registry[row["id"]].profile != CORE):
         if row["outcome"] in ("error", "fail", "xpass"):
             together.setdefault((row["outcome"], row["reason"]), []).append(row)
     for number, rows in enumerate(together.values()):
@@ -92,12 +102,12 @@ def _failure(rows: _Rows, registry: Mapping[str, Requirement], adapter: str) -> 
     yield f"{first} {requirement.level} {requirement.profile}, {row['device']}: {row['outcome']}"
     yield f"  {requirement.text}"
     if row["reason"]:
-        yield f"  seen   {row['reason']:.{_WIDTH}}"
+        yield f"  {row['reason']:.{_WIDTH}}"
     if row["where"]:
-        yield f"  at     {row['where']}"
+        yield f"  at      {row['where']}"
     if others:
-        yield f"  also   {', '.join(others)}"
-    yield f"  next   torchparts-conformance run --impl {adapter} --explain {first}"
+        yield f"  also    {', '.join(others)}"
+    yield f"  repeat  torchparts-conformance run --impl {adapter} --explain {first}"
 
 
 def _ids(rows: _Rows) -> list[str]:
@@ -106,12 +116,14 @@ def _ids(rows: _Rows) -> list[str]:
 
 def explained(requirement: Requirement, cases: Iterable[Case]) -> list[str]:
     """Return the static information about a requirement."""
-    source = source_tests().get((requirement.area, requirement.source), "")
+    place = source_tests().get((requirement.area, requirement.source), "")
+    source = f"{place}::{requirement.source}" if place else requirement.source
     facts = {
         "profile": f"{requirement.area} {requirement.profile}",
         "why": requirement.rationale,
-        "source": source and f"{source}::{requirement.source}",
+        "source": source + (f": {requirement.quote}" if requirement.quote else ""),
     }
     lines = [f"  {word:<8} {text}" for word, text in facts.items() if text]
-    lines += [f"  case     {case.name}: {case.text}" for case in cases]
+    for case in cases:
+        lines += [f"  case     {case.name}: {case.text}", "", *case.code(), ""]
     return [f"{requirement.id}: {requirement.text}", *lines]

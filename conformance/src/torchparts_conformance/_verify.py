@@ -12,7 +12,7 @@ from typing import Any
 
 from torchparts_conformance import _badge, _report
 from torchparts_conformance._process import run_cases
-from torchparts_conformance.requirements._areas import CLAIMED_BY_ALL
+from torchparts_conformance.requirements._areas import CORE
 from torchparts_conformance.requirements._cases import find_cases, function_of, load_registry
 
 
@@ -51,9 +51,8 @@ def _claims(report: Mapping[str, Any]) -> Iterator[str]:
     for row in report["rows"]:
         if row["outcome"] == "not_claimed":
             requirement = registry[row["id"]]
-            claimed = {*CLAIMED_BY_ALL, *claims["capabilities"].get(requirement.area, ())}
-            chosen = claims["profiles"] is None or requirement.profile in claims["profiles"]
-            if chosen and requirement.profile in claimed:
+            by_default = {CORE, *claims["capabilities"].get(requirement.area, ())}
+            if requirement.profile in (claims["profiles"] or by_default):
                 yield f"row {row['id']} {row['device']} is of a claimed profile, but not judged"
 
 

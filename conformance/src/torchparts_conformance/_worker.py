@@ -1,8 +1,12 @@
-"""A process that reads JSON jobs, one per line, and answers each with one JSON line."""
+"""A process that reads JSON jobs, one per line, and answers each with a JSON line.
+
+The suite starts its processes here: those that run cases, and those of ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -83,16 +87,22 @@ class Worker:
         return self._log.read_text(encoding="utf-8", errors="replace")[-SHOWN_CHARACTERS:]
 
 
-def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def serve(
+    answer: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], dict[str, Any]],
+) -> None:
     """Announce that the process is ready, and answer each job until standard input ends.
 
     Output that is printed during a job goes to standard error.
+
+    Args:
+        answer: called with a job, and with a function that sends messages before the answer.
     """
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as replies:
         os.dup2(2, 1)
-        _send(replies, {"ready": True})
+        tell = functools.partial(_send, replies)
+        tell({"ready": True})
         for line in sys.stdin:
-            _send(replies, answer(json.loads(line)))
+            _send(replies, answer(json.loads(line), tell))
 
 
 def _send(replies: IO[str], answer: dict[str, Any]) -> None:

@@ -15,9 +15,10 @@ import pytest
 
 from torchparts_conformance import _options
 from torchparts_conformance._adapters import VARIABLE
-from torchparts_conformance._collected import area_of_path
 from torchparts_conformance._errors import BAD_INPUT, ConformanceError, printable
+from torchparts_conformance._failure import difference, text_of
 from torchparts_conformance._run import Run
+from torchparts_conformance.requirements._areas import area_of_path
 
 RANK_TIMEOUT_S = 90.0
 # Ranks time out before their case does, so that the case can name the late one.
@@ -123,13 +124,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> None:
-    """Print the case's name before pytest captures output: it may be the last line of a crash."""
-    if (run := run_of(item.config)) is not None:
-        run.tell(f"start {item.nodeid}")
-
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip requirements that the implementation does not claim or provide; cases may not skip."""
     run = run_of(item.config)
@@ -157,6 +151,12 @@ def pytest_runtest_makereport(
     if run is not None and area_of_path(item.path):
         run.phase_ended(item, call, report)
     return report
+
+
+def pytest_assertrepr_compare(config: pytest.Config, op: str, left: object, right: object) -> None:
+    """Keep the values of a comparison that failed; pytest explains it as usual."""
+    if (run := run_of(config)) is not None:
+        run.compared = op, text_of(left), text_of(right), difference(op, left, right)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchparts_conformance.mutants import mutant
@@ -88,59 +87,6 @@ def checkpoint_around_offload_only_offloads(part):
         inner = getattr(wrapper, INNER)
         if isinstance(inner, part.OffloadWrapper):
             return inner(*args, **kwargs)
-        return call(*args, **kwargs)
-
-    return faulty_call(part, change)
-
-
-@mutant(area="ckpt-wrap", kills={"CW-041"})
-def batch_norm_counts_twice(part):
-    """Statistics advance once more per step."""
-
-    def change(wrapper, call, args, kwargs):
-        inner = getattr(wrapper, INNER)
-        if any(isinstance(m, nn.BatchNorm1d) for m in inner.modules()) and torch.is_grad_enabled():
-            with torch.no_grad():
-                inner(*args, **kwargs)
-        return call(*args, **kwargs)
-
-    return faulty_call(part, change)
-
-
-@mutant(area="ckpt-wrap", kills={"CW-042"})
-def dict_results_lose_their_graph(part):
-    """Tensors in a dict are detached under REENTRANT."""
-
-    def change(wrapper, call, args, kwargs):
-        result = call(*args, **kwargs)
-        if is_reentrant(wrapper) and isinstance(result, dict):
-            return {name: detached(value) for name, value in result.items()}
-        return result
-
-    return faulty_call(part, change)
-
-
-@mutant(area="ckpt-wrap", kills={"CW-043"})
-def parameters_need_an_input_with_gradients(part):
-    """Without an input that requires a gradient, the result is detached under REENTRANT."""
-
-    def change(wrapper, call, args, kwargs):
-        result = call(*args, **kwargs)
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-        if is_reentrant(wrapper) and tensors and not any(t.requires_grad for t in tensors):
-            return detached(result)
-        return result
-
-    return faulty_call(part, change)
-
-
-@mutant(area="ckpt-wrap", kills={"CW-044"})
-def nested_inputs_lose_their_graph(part):
-    """Tensors in a list are detached on entry under REENTRANT."""
-
-    def change(wrapper, call, args, kwargs):
-        if is_reentrant(wrapper):
-            args = [[detached(v) for v in a] if isinstance(a, list) else a for a in args]
         return call(*args, **kwargs)
 
     return faulty_call(part, change)

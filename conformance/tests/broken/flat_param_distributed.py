@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -111,17 +110,6 @@ def tied_units_are_not_named(part):
             raise ValueError("some parameter is tied") from error
 
     return overlay(part, fully_shard=fully_shard)
-
-
-@mutant(area=AREA, kills={"FP-104"})
-def no_sync_sums_all_the_same(part):
-    """Reduces gradients over ranks inside no_sync too."""
-
-    def change(module, options):
-        type(module).no_sync = lambda module: nullcontext()
-        return module
-
-    return with_sharded(part, change)
 
 
 @mutant(area=AREA, kills={"FP-111"})

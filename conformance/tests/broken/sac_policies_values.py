@@ -108,7 +108,6 @@ def none_means_recompute(part):
     kills={
         "SP-031",
         "SP-032",
-        "SP-033",
         "SP-034",
         "SP-035",
         "SP-036",
@@ -118,7 +117,6 @@ def none_means_recompute(part):
         "SP-043",
         "SP-044",
         "SP-045",
-        "SP-046",
         "SP-133",
         "SP-134",
         "SP-135",
@@ -143,6 +141,33 @@ def values_are_cached_as_torch_does(part):
         )
 
     return overlay(part, checkpoint=checkpoint, context_fn=context_fn)
+
+
+@mutant(area=AREA, kills={"SP-033"})
+def overwritten_values_are_used(part):
+    """Uses saved values as a later operator of the region left them."""
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        if policy is None:
+            return part.checkpoint(function, *args, **kwargs)
+        contexts = functools.partial(
+            create_selective_checkpoint_contexts, policy, allow_cache_entry_mutation=True
+        )
+        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+    return overlay(part, checkpoint=checkpoint)
+
+
+@mutant(area=AREA, kills={"SP-046"})
+def saved_views_count_twice(part):
+    """Adds the gradient of a region twice if its policy saves views."""
+
+    def checkpoint(function, *args, policy=None, **kwargs):
+        out = part.checkpoint(function, *args, policy=policy, **kwargs)
+        saves_views = isfunction(policy) and policy(None, torch.ops.aten.view.default) is True
+        return out + (out - out.detach()) if saves_views else out
+
+    return overlay(part, checkpoint=checkpoint)
 
 
 @mutant(area=AREA, kills={"SP-039"})

@@ -5,6 +5,6 @@ from torchparts_conformance import Implementation
 implementation = Implementation(
     name="my tracker",
     version="1.0",
-    distributions=("my-tracker",),  # installed for a rerun; it must contain this file
+    distributions=("my-tracker",),  # as `pip list` names it
     parts={"mod-tracker": "torch.distributed._tools.mod_tracker"},  # your module
 )

@@ -170,6 +170,42 @@ def test_an_object_that_is_not_copied_is_the_same_object(wrap, make):
     assert seen[0] is seen[1] is target
 
 
+class Mode:
+    """An argument that forward compares by identity."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.keys, self.scale = name, {"a": [name]}, torch.ones(())
+
+
+HALF, FULL = Mode("half"), Mode("full")
+
+
+@pytest.mark.parametrize("nested", [lambda m: m, lambda m: (m,), lambda m: {"mode": [m]}])
+def test_an_unchanged_object_keeps_its_identity(wrap, nested):
+    """Forward may compare an argument by identity, and look it up by its hash."""
+
+    def scale(target, x):
+        while not isinstance(target, Mode):
+            target = target["mode"] if isinstance(target, dict) else target[0]
+        return {HALF: 0.5, FULL: 2.0}.get(target, 7.0) if target is HALF else 9.0
+
+    plain = Changes(scale)
+    wrapped = wrap(copy.deepcopy(plain))
+    for module in (plain, wrapped):
+        module(torch.ones(2, 4), nested(HALF)).sum().backward()
+    assert torch.equal(wrapped.linear.weight.grad, plain.linear.weight.grad)
+
+
+@pytest.mark.parametrize("make", [lambda: Mode("half"), dict, lambda: {"a": 1}])
+def test_an_object_made_for_the_call_alone_is_rebuilt(wrap, make):
+    """It is gone before backward."""
+    seen = []
+    wrap(Changes(lambda t, x: seen.append(repr(getattr(t, "keys", t))) or 1))(
+        torch.ones(2, 4), make()
+    ).sum().backward()
+    assert len(seen) == 2
+
+
 class Static:
     def __init__(self) -> None:
         self.rows = [torch.zeros(2, 4)]

@@ -63,3 +63,28 @@ def test_import_loads_nothing_but_the_package():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     ).stdout.split()
     assert loaded == ["ckpt_wrap"]
+
+
+def test_import_does_no_work():
+    """It starts no autograd thread and no device context, and replaces nothing in torch."""
+    code = """
+import os, sys, threading, torch, torch.utils.checkpoint
+def state():
+    places = [torch, torch.nn.Module, torch.Tensor, torch.autograd, torch.autograd.graph,
+              torch.utils.checkpoint, torch.nn.modules.module]
+    tables = [dict(vars(place)) for place in places]
+    tasks = "/proc/self/task"
+    native = len(os.listdir(tasks)) if os.path.isdir(tasks) else 0
+    nodes = torch.autograd._get_sequence_nr()  # grows with each node of a graph
+    return tables, native, threading.active_count(), nodes
+before = state()
+import ckpt_wrap
+[getattr(ckpt_wrap, name) for name in ckpt_wrap.__all__]
+after = state()
+assert before[1:] == after[1:], (before[1:], after[1:])
+for then, now in zip(before[0], after[0]):
+    changed = [n for n in then.keys() | now.keys() if then.get(n) is not now.get(n)]
+    assert not changed, changed
+assert not torch.cuda.is_initialized()
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mod_tracker import ModTracker, profile_flops
+from mod_tracker import ModTracker, profile_flops, profile_time
 
 RE, BW = "recompute", "backward"
 
@@ -114,3 +114,140 @@ def test_backward_that_keeps_its_graph_is_backward(options, x):
         torch.autograd.grad(model(x).sum(), [x, *model.parameters()], **options)
     assert report["Sequential.0"].recompute == report["Sequential"].recompute == 0
     assert report["Sequential.0"].backward == 2 * 2 * len(x) * 16
+
+
+class Tape:
+    """Recomputes operators with gradients disabled, and says so as other libraries may.
+
+    Args:
+        numbered: whether it names the node that an operator created in the forward.
+    """
+
+    def __init__(self, *, numbered):
+        self.numbered = numbered
+
+    @staticmethod
+    def announced(number, function):
+        callbacks = getattr(torch.autograd.graph, "recompute_callbacks", ())
+        for callback in callbacks:
+            callback(number)
+        try:
+            return function()
+        finally:
+            for callback in callbacks:
+                callback(None)
+
+    def checkpoint(self, a, b, x):
+        """Return `b(a(x).tanh())`; the result of the tanh is made again in backward."""
+        made = a(x)
+        number = torch._C._autograd._get_sequence_nr() - 1 if self.numbered else -1
+        values = x.detach(), a.weight.detach()
+
+        def again(kept):
+            if kept is not None:
+                return kept
+            run = lambda: torch.mm(values[0], values[1].t()).tanh()  # noqa: E731
+            inner = lambda: self.announced(number, run)  # noqa: E731
+            with torch.no_grad():
+                return self.announced(-1, inner)
+
+        def pack(saved):
+            return None if saved.shape == made.shape else saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, again):
+            return b(made.tanh())
+
+
+class Taped(nn.Module):
+    def __init__(self, *, numbered):
+        super().__init__()
+        self.a, self.b = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.tape = Tape(numbered=numbered)
+
+    def forward(self, x):
+        return self.tape.checkpoint(self.a, self.b, x)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("options", [{}, {"retain_graph": True}, {"create_graph": True}])
+@pytest.mark.parametrize("numbered", [True, False])
+def test_announced_recompute_without_gradients(log_ops, numbered, options):
+    """It is no part of the backward, and belongs to the module that made the node, if named."""
+    model = Taped(numbered=numbered)
+    x = torch.randn(2, 4)
+    entries = log_ops(ModTracker(), lambda: model(x).sum().backward(**options))
+    again = [entry for entry in entries if entry[0] == RE]
+    owner = "Taped.a" if numbered else "Taped.b"
+    # b's product saves the result of the tanh, and so does the tanh.
+    assert again[:2] == [(RE, "mm", ("Taped", owner)), (RE, "tanh", ("Taped", owner))]
+    assert [name for _, name, _ in again] == ["mm", "tanh"] * 2
+    backward = [name for phase, name, _ in entries if phase == BW]
+    assert backward.count("mm") == 3  # x needs no gradient
+    assert not hasattr(torch.autograd.graph, "recompute_callbacks")
+
+
+def test_announced_recompute_takes_its_time(clock, monkeypatch):
+    """A time report sees it without any module call."""
+    model, announced = Taped(numbered=True), Tape.announced
+
+    def slowly(number, function):
+        return announced(number, lambda: (clock.passes(5), function())[1])
+
+    monkeypatch.setattr(Tape, "announced", staticmethod(slowly))
+    with profile_time() as report:
+        model(torch.randn(2, 4)).sum().backward()
+    assert report.sum("self_recompute") == 2 * (5 + 5)
+    assert report["a"].recompute == 2 * 5
+    assert report.total == 2 * (5 + 5)
+
+
+def test_recompute_that_fails_has_ended():
+    model, tracker = Taped(numbered=True), ModTracker()
+    with tracker:
+        with pytest.raises(ZeroDivisionError):
+            Tape.announced(-1, lambda: 1 / 0)
+        assert tracker.phase == "outside"
+        with profile_flops() as report:  # trackers beside each other
+            model(torch.randn(2, 4)).sum().backward()
+    assert report.sum("self_recompute") == 2 * 64
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_checkpointed_function_without_modules(x, log_ops, retain_graph, create_graph):
+    """torch's checkpoint is known by its hooks, so other options of a backward do not matter."""
+
+    def step():
+        weight = torch.ones(4, 4, requires_grad=True)
+        out = checkpoint(lambda x: (x @ weight).tanh() @ weight, x, use_reentrant=False)
+        out.sum().backward(retain_graph=retain_graph, create_graph=create_graph)
+
+    names = [name for phase, name, _ in log_ops(ModTracker(), step) if phase == RE]
+    assert names.count("mm") >= 1
+    backward = [name for phase, name, _ in log_ops(ModTracker(), step) if phase == BW]
+    assert backward.count("mm") == 4
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_backward_inside_a_recomputed_module_is_repeated_too(x, use_reentrant):
+    """Forces of a potential: the forward takes a gradient, and so does the recompute."""
+
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                y = x * 1 if x.requires_grad else x.detach().requires_grad_()
+                (force,) = torch.autograd.grad(self.energy(y).tanh().sum(), y, create_graph=True)
+            return self.energy(force)
+
+    model = Forces()
+    with profile_flops() as plain:
+        model(x).sum().backward()
+    with profile_flops() as report:
+        checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+    assert report.model_flops == plain.model_flops
+    assert report.sum("self_recompute") > 0

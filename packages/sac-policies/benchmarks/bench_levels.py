@@ -46,7 +46,7 @@ def run_step(case: Case, model: nn.Module) -> None:
 def levels_of(model: nn.Module, batch: object) -> dict[str, tuple[int, int]]:
     """Return kept bytes and peak of a step on each level of the CPU."""
     step, found = Step(model, batch, loss_of), {}
-    with step.leaving_the_model():
+    with step.trials():
         search = _Search(model, step, next(iter(_divisions(model, step))))
         search._learn()
         for level in range(search._levels):

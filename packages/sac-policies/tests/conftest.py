@@ -20,15 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from sac_policies import checkpoint, recompute_all
 from sac_policies._torch_compat import saved_tensor_hooks
-from sac_policies.eager import _run
-from sac_policies.policies._unmatched import watch_of
+from sac_policies.policies._unmatched import watches
 
 
 @pytest.fixture(autouse=True)
 def _no_table_of_another_test() -> None:
     """Clear the cache of warnings that equal policies share between tests."""
-    _run._last = None, None, None
-    watch_of.cache_clear()
+    watches.clear()
 
 
 @pytest.fixture(autouse=True)

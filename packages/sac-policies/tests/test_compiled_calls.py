@@ -263,3 +263,87 @@ def test_compiled_module_called_by_a_function_is_opaque():
     for _ in range(2):
         (found,) = torch.autograd.grad(checkpoint(run, x, policy=recompute_all()), x)
         assert torch.equal(found, expected)
+
+
+class Scaled(nn.Module):
+    """Divides by a running scale, which a forward in training writes to first."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor, cache: Tensor) -> Tensor:
+        """Write in the way of this kind, then read."""
+        batch = x.detach().abs().mean(0)
+        if self.kind == "writes":
+            self.scale.mul_(0.9).add_(batch, alpha=0.1)
+        elif self.kind == "replaces":
+            self.scale = 0.9 * self.scale + 0.1 * batch
+        elif self.kind == "argument":
+            cache.mul_(0.9).add_(batch, alpha=0.1)
+        elif self.training:
+            self.scale.mul_(0.9).add_(batch, alpha=0.1)
+        return (x / self.scale).tanh() / (cache + 1)
+
+
+class Stateful(nn.Module):
+    """A compiled module with state between others."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.scaled = Scaled(kind)
+
+    def forward(self, x: Tensor, cache: Tensor) -> Tensor:
+        return self.last(self.scaled(self.norm(self.first(x)), cache))
+
+
+@pytest.mark.parametrize("policy", [recompute_all(), save_ops(MATMULS), save_modules("first")])
+@pytest.mark.parametrize("kind", ["writes", "replaces", "argument", "training"])
+def test_compiled_module_that_writes_does_so_once(kind, policy):
+    """It is not run again; one that only reads in evaluation mode is."""
+
+    def outcome(run: Run) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        block, cache, found = Stateful(kind), torch.zeros(8), []
+        block.scaled.compile(backend="aot_eager")
+        block.norm.compile(backend="aot_eager")
+        for step in range(4):
+            block.scaled.train(step % 2 == 0)
+            x = torch.randn(4, 8, requires_grad=True)
+            out = run(block, x, cache)
+            found += torch.autograd.grad(out.square().sum(), [x, *block.parameters()])
+            found += [each.clone() for each in (*block.buffers(), cache)]
+        return found
+
+    expected = outcome(lambda block, *args: block(*args))
+    found = outcome(lambda block, *args: checkpoint(block, *args, policy=policy))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_write_to_a_tensor_that_a_writing_module_saved_is_refused():
+    """As by plain autograd; saved-tensor hooks turn off its own comparison."""
+    torch._dynamo.reset()
+    block, x = nn.Sequential(Scaled("writes")), torch.randn(4, 8, requires_grad=True)
+    block[0].compile(backend="aot_eager")
+    cache = torch.ones(8)
+    out = checkpoint(passing(block[0], cache), x, policy=recompute_all())
+    cache.mul_(2)
+    with pytest.raises((MutationError, RuntimeError), match=r"changed in place|modified by"):
+        out.sum().backward()
+
+
+def passing(block: nn.Module, cache: Tensor) -> nn.Module:
+    """A module that passes a constant to another one."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x, cache)
+
+    return Outer()

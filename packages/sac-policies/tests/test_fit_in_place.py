@@ -328,7 +328,7 @@ def test_blocks_that_did_not_run_keep_no_more(share: float) -> None:
     assert "so a step that runs more blocks may take more: 4 x" in str(found)
     model.runs = [1]
     step = Step(model, x, None)
-    with step.leaving_the_model():
+    with step.trials():
         for _ in range(2):
             step.run(model)
         assert step.peak(model) <= found.budget_bytes

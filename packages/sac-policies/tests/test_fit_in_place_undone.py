@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from sac_policies import BudgetError, fit_
 from sac_policies.budget import Infeasible, InPlaceFit
+from sac_policies.trials._generators import Generators
 
 from ._blocks import stack
 from ._fitted import BATCH, ROWS, own_forwards, training
@@ -121,11 +123,10 @@ def test_what_cannot_fit_leaves_the_model_and_says_what_would() -> None:
 def test_an_interrupt_leaves_the_model_as_it_was() -> None:
     """The interrupt may come in any of the steps."""
     for at in range(1, 5):
-        model, calls = stack(2), []
+        model, calls = stack(2), count(1)
 
-        def loss(out: Any, calls: list[int] = calls, at: int = at) -> torch.Tensor:
-            calls.append(1)
-            if len(calls) == at:
+        def loss(out: Any, calls: Any = calls, at: int = at) -> torch.Tensor:
+            if next(calls) == at:
                 raise KeyboardInterrupt
             return out["scores"].sum()
 
@@ -135,26 +136,21 @@ def test_an_interrupt_leaves_the_model_as_it_was() -> None:
         assert all(p.grad is None for p in model.parameters())
 
 
-class Interrupting(torch.Tensor):
-    """Raises KeyboardInterrupt the first time that a tensor is copied into it."""
-
-    pressed = False
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.copy_ and not cls.pressed:
-            cls.pressed = True
-            raise KeyboardInterrupt
-        return super().__torch_function__(func, types, args, kwargs)
-
-
+@pytest.mark.parametrize("at", range(3, 12, 2))
 def test_an_interrupt_while_everything_is_put_back_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """No blocks remain checkpointed; buffers and gradients of a measured step are gone."""
-    monkeypatch.setattr(Interrupting, "pressed", False)
-    model = stack()
-    model.register_buffer("first_buffer", torch.ones(2).as_subclass(Interrupting))
+    model, presses = stack(), count(1)
+    put_back = Generators.put_back
+
+    def interrupted(generators: Generators) -> None:
+        # The first trials only prepare; the last call is at the end.
+        if next(presses) == at:
+            raise KeyboardInterrupt
+        put_back(generators)
+
+    monkeypatch.setattr(Generators, "put_back", interrupted)
     model.blocks[0].norm = nn.BatchNorm1d(24)
     before = {name: b.clone() for name, b in model.named_buffers()}
     grads = {}
@@ -162,7 +158,7 @@ def test_an_interrupt_while_everything_is_put_back_leaves_nothing(
         grads[name] = parameter.grad = torch.ones_like(parameter)
     with pytest.raises(KeyboardInterrupt):
         fit_(model, BATCH, "85%")
-    assert Interrupting.pressed
+    assert next(presses) > at
     assert own_forwards(model) == []
     assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
     assert all(p.grad is grads[name] for name, p in model.named_parameters())

@@ -91,19 +91,21 @@ def test_every_mixture_takes_what_is_predicted(kind: Any) -> None:
             nn.Sequential(*(Block(24, nn.BatchNorm1d) for _ in range(4))),
             ROWS.repeat(1, 3),
         )
-    search = _search(model, Step(model, batch, None))
-    search._learn()
-    intervals = [search._intervals(level) for level in range(search._levels)]
-    steps = Steps([Block] * 4, intervals)
-    rng = random.Random(0)
-    for _ in range(12):
-        choice = tuple(rng.randrange(search._levels) for _ in range(4))
-        resident = search._step.resident()
-        measured = search._measured(choice)
-        assert resident + steps.growth(choice) == pytest.approx(measured, rel=0.02)
-    for level, each in enumerate(intervals):
-        assert steps.growth((level,) * 4) == highest(each)
-    search.undo()
+    step = Step(model, batch, None)
+    with step.trials():
+        search = _search(model, step)
+        search._learn()
+        intervals = [search._intervals(level) for level in range(search._levels)]
+        steps = Steps([Block] * 4, intervals)
+        rng = random.Random(0)
+        for _ in range(12):
+            choice = tuple(rng.randrange(search._levels) for _ in range(4))
+            resident = search._step.resident()
+            measured = search._measured(choice)
+            assert resident + steps.growth(choice) == pytest.approx(measured, rel=0.02)
+        for level, each in enumerate(intervals):
+            assert steps.growth((level,) * 4) == highest(each)
+        search.undo()
 
 
 class Remembering(Block):
@@ -138,19 +140,21 @@ def test_what_others_hold_until_the_end_goes_by_the_region_that_made_it(freed: b
     def loss(out: dict[str, Any]) -> torch.Tensor:
         return out["scores"].square().sum()
 
-    search = _search(model := Caching(4), Step(model, ROWS, loss))
-    levels = range(search._levels)
-    search._learn()
-    intervals = [search._intervals(level) for level in levels]
-    assert any(each.freed for own in intervals for each in own)
-    if not freed:
-        intervals = [[replace(each, freed=None) for each in own] for own in intervals]
-    steps = Steps([Block] * 4, intervals, {AGAIN})
-    for choice in [(0, 0, 0, 2), (1, 1, 1, 0), (2, 2, 1, 0), (0, 2, 0, 1)]:
-        measured = search._measured(choice)
-        foretold = search._step.resident() + steps.growth(choice)
-        assert foretold == pytest.approx(measured, rel=0.02)
-    search.undo()
+    step = Step(model := Caching(4), ROWS, loss)
+    with step.trials():
+        search = _search(model, step)
+        levels = range(search._levels)
+        search._learn()
+        intervals = [search._intervals(level) for level in levels]
+        assert any(each.freed for own in intervals for each in own)
+        if not freed:
+            intervals = [[replace(each, freed=None) for each in own] for own in intervals]
+        steps = Steps([Block] * 4, intervals, {AGAIN})
+        for choice in [(0, 0, 0, 2), (1, 1, 1, 0), (2, 2, 1, 0), (0, 2, 0, 1)]:
+            measured = search._measured(choice)
+            foretold = search._step.resident() + steps.growth(choice)
+            assert foretold == pytest.approx(measured, rel=0.02)
+        search.undo()
 
 
 @st.composite

@@ -1,13 +1,14 @@
 """Every differentiable operator with samples in torch, between recomputed values.
 
-The samples come from torch's test suite (`op_db`) and were not chosen for replays.
+Also its in-place and out variants. The samples come from torch's test suite (`op_db`) and were not
+chosen for replays. Fresh memory is filled with NaN, so that memory read before it is written shows.
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from sac_policies import checkpoint, recompute_all
+from sac_policies import checkpoint, recompute_all, save_all
 
 pytest.importorskip("expecttest")  # torch's samples import it
 with warnings.catch_warnings(action="ignore"):
@@ -30,11 +31,30 @@ LEFT_OUT = {
     "linalg.lstsq",  # two plain calls differ
     "sparse.mm",  # some samples cannot be created
 }
+OWN_UNDER_A_MODE = {("linalg.cond", ""), ("norm", "nuc")}
+"""Their `out` variants compute singular values by another kernel under any dispatch mode."""
+
+
+def name_of(op: Any) -> tuple[str, str]:
+    """Name of an operator and of its variant."""
+    return op.name, op.variant_test_name
+
+
 OPS = [
     each
     for each in op_db
     if torch.float32 in each.supported_backward_dtypes("cpu") and each.name not in LEFT_OUT
 ]
+IN_PLACE = [op for op in OPS if op.inplace_variant is not None]
+OUT = [op for op in OPS if op.supports_out and name_of(op) not in OWN_UNDER_A_MODE]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def between(op: Any, sample: Any) -> tuple[Callable[..., Tensor], list[Tensor]]:
@@ -97,3 +117,86 @@ def test_gradients_are_plain(op: Any) -> None:
                 found = gradients(region, tensors)
                 assert found is not None
                 assert are_same(found, plain), (check, sample)
+
+
+def in_place(op: Any, sample: Any) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """A function that writes to a recomputed value, which was read before and is read after."""
+    leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def function(*tensors: Tensor) -> Tensor:
+        given = list(leaves)
+        for at, tensor in zip(places, tensors, strict=True):
+            given[at] = tensor * 1.0 if tensor.requires_grad else tensor
+        first, args, kwargs = tree_unflatten(given, spec)
+        before = first + 1
+        out = op.inplace_variant(first, *args, **kwargs)
+        return size_of(before) + size_of(first * before) + size_of(out)
+
+    return function, [leaves[at] for at in places]
+
+
+def into(op: Any, sample: Any) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """A function that writes results twice into tensors that are read before and after."""
+    leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def function(*tensors: Tensor) -> Tensor:
+        given = list(leaves)
+        for at, tensor in zip(places, tensors, strict=True):
+            given[at] = tensor
+        first, args, kwargs = tree_unflatten(given, spec)
+        scale = next(each for each in tensors if each.requires_grad).flatten()[:1].sum()
+        read: list[Tensor] = []
+        with torch.no_grad():
+            made = op(first, *args, **kwargs)
+            outs = [torch.empty_like(each) for each in tree_leaves(made)]
+        out = outs[0] if isinstance(made, Tensor) else tuple(outs)
+        for _ in range(2):
+            read += [scale + each.nan_to_num() for each in outs]
+            with torch.no_grad():
+                op(first, *args, **kwargs, out=out)
+            read += [scale + each for each in outs]
+            with torch.no_grad():
+                for each in outs:
+                    each.logical_not_() if each.dtype is torch.bool else each.add_(1)
+        return sum(map(size_of, read))  # type: ignore[return-value]
+
+    return function, [leaves[at] for at in places]
+
+
+def size_of(value: Tensor) -> Tensor:
+    """A number that depends on each element, with a gradient that depends on its value."""
+    number = value if value.is_floating_point() or value.is_complex() else value.double()
+    return (number.sin() * number).abs().sum()
+
+
+def check_variant(make: Any, op: Any) -> None:
+    """Compare gradients, inputs and the generator after a region with those after a plain run."""
+    for sample in itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), 2):
+        function, tensors = make(op, sample)
+        try:
+            plain, again = (gradients(function, tensors) for _ in range(2))
+        except (NotImplementedError, RuntimeError, TypeError, AttributeError):
+            continue  # autograd refuses the write, or the input is no tensor
+        if plain is None or again is None or not are_same(plain, again):
+            continue
+        for policy, check in itertools.product((recompute_all(), save_all()), ("bits", "none")):
+            options = {"policy": policy, "determinism_check": check}
+            found = gradients(partial(checkpoint, function, **options), tensors)
+            assert found is not None
+            assert are_same(found, plain), (options, sample)
+
+
+@pytest.mark.parametrize("op", IN_PLACE, ids=map("-".join, map(name_of, IN_PLACE)))
+def test_in_place_variant_is_plain(op: Any) -> None:
+    """The value before the write, the one after it, and the result."""
+    torch.manual_seed(0)
+    check_variant(in_place, op)
+
+
+@pytest.mark.parametrize("op", OUT, ids=map("-".join, map(name_of, OUT)))
+def test_out_variant_is_plain(op: Any) -> None:
+    """Values before and after each write."""
+    torch.manual_seed(0)
+    check_variant(into, op)

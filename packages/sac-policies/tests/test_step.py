@@ -52,21 +52,44 @@ def test_batch_is_what_the_call_is_given(batch: Any, args: Any, kwargs: Any) -> 
         given.append((args, kwargs))
         return torch.ones(1, requires_grad=True)
 
-    made(batch).run(call)
+    run(made(batch), call)
     assert given == [(args, kwargs)]
 
 
 def test_gradients_of_two_runs_are_not_added_up() -> None:
     """Each run begins without gradients."""
     model = linear()
-    step = made(model=model)
-    step.run(model)
-    first = model.weight.grad.clone()
-    step.run(model)
-    assert torch.equal(model.weight.grad, first)
+    step, found = made(model=model), []
+    with step.trials():
+        for _ in range(2):
+            step.run(model)
+            found.append(model.weight.grad)
+    assert found[0] is not found[1]
+    assert torch.equal(*found)
 
 
 W = torch.ones(2, requires_grad=True)
+
+
+def run(step: Step, call: Any) -> None:
+    """One trial."""
+    with step.trials():
+        step.run(call)
+
+
+def peak(step: Step, call: Any) -> int:
+    """The peak of one trial."""
+    with step.trials():
+        return step.peak(call)
+
+
+def gradients_of(step: Step, call: Any) -> torch.Tensor:
+    """The gradient of W after one trial; none is left behind."""
+    with step.trials():
+        step.run(call)
+        found = W.grad
+    assert W.grad is None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -84,22 +107,21 @@ W = torch.ones(2, requires_grad=True)
 )
 def test_loss_is_the_outputs_own_or_the_sum_of_what_needs_a_gradient(out, gradient: int) -> None:
     """The output's loss is used only if it is a scalar that requires grad."""
-    W.grad = None
-    made().run(lambda x: out())
-    assert torch.equal(W.grad, torch.full((2,), float(gradient)))
+    found = gradients_of(made(), lambda x: out())
+    assert torch.equal(found, torch.full((2,), float(gradient)))
 
 
 def test_given_loss_is_taken_before_the_outputs_own() -> None:
     """`loss` is called with the whole output."""
-    W.grad = None
-    made(loss=lambda out: out["loss"] * 2).run(lambda x: {"loss": W.sum()})
-    assert torch.equal(W.grad, torch.full((2,), 2.0))
+    step = made(loss=lambda out: out["loss"] * 2)
+    found = gradients_of(step, lambda x: {"loss": W.sum()})
+    assert torch.equal(found, torch.full((2,), 2.0))
 
 
 def test_output_without_a_gradient_asks_for_a_loss() -> None:
     """The error says how to pass one."""
     with pytest.raises(BudgetError, match=r"fit_: the model's output has no tensor.*Pass loss="):
-        made().run(lambda x: {"scores": W.detach()})
+        run(made(), lambda x: {"scores": W.detach()})
 
 
 class Wide(nn.Module):
@@ -119,15 +141,15 @@ def test_peak_has_what_is_there_and_what_grows() -> None:
     """Parameters, buffers and the batch, then values and gradients; equal in each run."""
     model, x = Wide(), torch.ones(64)
     step = made(x, model=model)
-    peaks = [step.peak(model) for _ in range(2)]
+    peaks = [peak(step, model) for _ in range(2)]
     there = (256 + 512 + 64) * 4
     assert peaks[0] == peaks[1]
     assert there + 2 * 64 * 256 * 4 <= peaks[0] < there + 6 * 64 * 256 * 4
     larger = made(torch.ones(128)[:64], model=model)
-    assert larger.peak(model) == peaks[0] + 64 * 4
+    assert peak(larger, model) == peaks[0] + 64 * 4
     model.register_buffer("more", torch.ones(100))
     model.register_parameter("unused", nn.Parameter(torch.ones(10)))
-    assert step.peak(model) == peaks[0] + 110 * 4
+    assert peak(made(x, model=model), model) == peaks[0] + 110 * 4
 
 
 def test_device_is_that_of_the_parameters_or_the_cpu() -> None:
@@ -136,26 +158,23 @@ def test_device_is_that_of_the_parameters_or_the_cpu() -> None:
     assert made(model=nn.Linear(2, 2, device="meta")).device == torch.device("meta")
 
 
-def changed(model: nn.Module, step: Step) -> None:
-    """Change gradients, buffers and random state, as a step does."""
-    with step.leaving_the_model():
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        for buffer in model.buffers():
-            buffer.add_(1)
-        torch.rand(3)
-        raise KeyboardInterrupt
-
-
 def test_interrupted_step_leaves_the_model_as_it_was() -> None:
     """Gradient objects, buffer values and the random state are restored."""
     model = Wide()
     model.extra = nn.Parameter(torch.ones(1))
     grad = model.weight.grad = torch.full((256,), 5.0)
     state = torch.get_rng_state()
+
+    def interrupted(out: torch.Tensor) -> torch.Tensor:
+        (out * model.extra).sum().backward()
+        model.table.add_(1)
+        torch.rand(3)
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        changed(model, made(model=model))
+        run(made(torch.ones(64), loss=interrupted, model=model), model)
     assert model.weight.grad is grad
+    assert torch.equal(grad, torch.full((256,), 5.0))
     assert model.extra.grad is None
     assert torch.equal(model.table, torch.ones(512))
     assert torch.equal(torch.get_rng_state(), state)
@@ -179,7 +198,7 @@ def test_measured_model_is_left_as_it_was() -> None:
 
 def test_gradients_are_on_inside_whatever_is_around() -> None:
     """Gradients are enabled even under no_grad: a step includes backward."""
-    with torch.no_grad(), made().leaving_the_model():
+    with torch.no_grad(), made().trials():
         assert torch.is_grad_enabled()
 
 

@@ -16,27 +16,23 @@ from typing import Any
 
 from torch import nn
 
-from torchparts_conformance import Implementation, NotProvided
+from torchparts_conformance import Implementation
 from torchparts_conformance.adapters import inside_torch
 
 _module: Any = import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
 _Impl = inside_torch.CheckpointImpl
 _NO_WRAPPER = "DeepSpeed checkpoints calls and has no wrapper module"
+_NO_KEYWORDS = "non_reentrant_checkpoint takes no keyword arguments"
 _OF_MODULES = (
     *("CW-001", "CW-002", "CW-008", "CW-009", "CW-010"),
     *("CW-019", "CW-020", "CW-021", "CW-022", "CW-053"),
 )
 
 
-def _without_keywords(function: Any, *args: Any, **kwargs: Any) -> Any:
-    if kwargs:
-        raise NotProvided("non_reentrant_checkpoint takes no keyword arguments")
-    return _module.non_reentrant_checkpoint(function, *args)
-
-
 def _checkpoint_wrapper(module: nn.Module, checkpoint_impl: Any = _Impl.NO_REENTRANT) -> nn.Module:
     reenters = checkpoint_impl is _Impl.REENTRANT
-    forward, checkpoint = module.forward, _module.checkpoint if reenters else _without_keywords
+    forward = module.forward
+    checkpoint = _module.checkpoint if reenters else _module.non_reentrant_checkpoint
     module.forward = lambda *args, **kwargs: checkpoint(forward, *args, **kwargs)
     return module
 
@@ -49,5 +45,10 @@ def implementation() -> Implementation:
         version=version("deepspeed"),
         distributions=("deepspeed",),
         parts={"ckpt-wrap": part},
-        lacks={"ckpt-wrap": dict.fromkeys(_OF_MODULES, _NO_WRAPPER)},
+        lacks={
+            "ckpt-wrap": {
+                **dict.fromkeys(_OF_MODULES, _NO_WRAPPER),
+                **dict.fromkeys(("CW-003", "CW-037", "CW-038"), _NO_KEYWORDS),
+            }
+        },
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from torchparts_conformance import Implementation, NotProvided
+from torchparts_conformance import Implementation
 
 
 class _Handle:
@@ -28,11 +28,8 @@ class _Handle:
         params: Iterable[nn.Parameter],
         module: nn.Module,
         *unused: Any,
-        use_orig_params: bool = False,
         **options: Any,
     ) -> None:
-        if use_orig_params:
-            raise NotProvided("fairscale keeps no original parameters")
         wrapped = import_module("fairscale.nn.misc").FlattenParamsWrapper(module, list(params))
         module.register_forward_pre_hook(lambda *_: wrapped._unflatten_params_as_views())
         self._wrapped = wrapped
@@ -41,9 +38,6 @@ class _Handle:
     def flat_param(self) -> Any:
         """The flat parameter."""
         return self._wrapped.flat_param
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotProvided(f"fairscale's flat parameters have no {name}")
 
 
 class _Flat:
@@ -56,9 +50,6 @@ class _Flat:
     def FlatParameter(self) -> Any:
         """The type of fairscale's flat parameters."""
         return import_module("fairscale.nn.misc.flatten_params_wrapper").FlatParameter
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotProvided(f"fairscale's flat parameters have no {name}")
 
 
 def implementation() -> Implementation:
@@ -73,5 +64,10 @@ def implementation() -> Implementation:
         },
         lacks={
             "ckpt-wrap": {"CW-022": "its state dict keys have no prefix"},
+            "flat-param": {
+                **dict.fromkeys(("FP-010", "FP-011"), "fairscale keeps no original parameters"),
+                **dict.fromkeys(("FP-012", "FP-014", "FP-019"), "its handle does not shard"),
+                "FP-004": "it wraps a module that has parameters",
+            },
         },
     )

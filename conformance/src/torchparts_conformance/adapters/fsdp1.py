@@ -13,24 +13,11 @@ from typing import Any
 import torch
 from torch.distributed import fsdp
 
-from torchparts_conformance import Implementation, NotProvided
-
-_OPTIONS = ("mp_policy", "mesh", "reshard_after_forward")
-_MISSING = (
-    *("comm_counts", "register_forward_method", "reshard", "unshard"),
-    *("set_modules_to_backward_prefetch", "set_modules_to_forward_prefetch"),
-    *("set_requires_gradient_sync", "set_reshard_after_forward"),
-)
+from torchparts_conformance import Implementation
 
 
 class _Sharded(fsdp.FullyShardedDataParallel):
     """The wrapper, with the methods of sharded modules that cases use."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Report missing methods of the suite's interface as not provided."""
-        if name in _MISSING:
-            raise NotProvided(f"FullyShardedDataParallel gives its modules no {name}")
-        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign `forward` to the inner module: the wrapper's forward gathers for it."""
@@ -41,9 +28,7 @@ class _Sharded(fsdp.FullyShardedDataParallel):
 
 
 def _arguments(
-    mesh: Any = None,
-    mp_policy: fsdp.MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
+    mesh: Any, mp_policy: fsdp.MixedPrecisionPolicy | None, reshard_after_forward: bool
 ) -> dict[str, Any]:
     """Convert the arguments of `fully_shard` to FSDP1's."""
     kinds = fsdp.ShardingStrategy
@@ -66,10 +51,14 @@ class _Part:
     """`FullyShardedDataParallel` as this area's part; everything else is not provided."""
 
     @staticmethod
-    def fully_shard(module: Any, **options: Any) -> Any:
+    def fully_shard(
+        module: Any,
+        *,
+        mesh: Any = None,
+        mp_policy: fsdp.MixedPrecisionPolicy | None = None,
+        reshard_after_forward: bool = True,
+    ) -> Any:
         """Shard a module; if that raises, the module is unchanged."""
-        if unknown := sorted(options.keys() - set(_OPTIONS)):
-            raise NotProvided(f"FullyShardedDataParallel has no {', '.join(unknown)}")
         inner, kind = copy.copy(module), type(module)
         vars(module).clear()
         module.__class__ = _Sharded
@@ -79,7 +68,7 @@ class _Part:
                 inner,
                 device_id=torch.device("cpu"),
                 use_orig_params=True,
-                **_arguments(**options),
+                **_arguments(mesh, mp_policy, reshard_after_forward),
             )
         except BaseException:
             module.__class__ = kind
@@ -87,9 +76,6 @@ class _Part:
             vars(module).update(vars(inner))
             raise
         return module
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotProvided(f"FullyShardedDataParallel has no {name}")
 
 
 def implementation() -> Implementation:

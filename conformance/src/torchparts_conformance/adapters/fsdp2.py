@@ -15,7 +15,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchparts_conformance import Implementation, NotProvided
+from torchparts_conformance import Implementation
 
 
 class _Words:
@@ -41,12 +41,6 @@ class _Words:
         """Register a method as a forward method."""
         fsdp.register_fsdp_forward_method(self, name)
 
-    def __getattr__(self, name: str) -> Any:
-        """Report missing methods of the suite's interface as not provided."""
-        if name in ("comm_counts", "_flat_param"):
-            raise NotProvided(f"fully_shard gives its modules no {name}")
-        return super().__getattr__(name)  # type: ignore[misc]
-
 
 def _whole(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -69,11 +63,8 @@ class _Part:
         mp_policy: fsdp.MixedPrecisionPolicy | None = None,
         mesh: Any = None,
         reshard_after_forward: bool | int = True,
-        **others: Any,
     ) -> nn.Module:
         """Shard a module."""
-        if others:
-            raise NotProvided(f"fully_shard has no {', '.join(others)}")
         policy: dict[str, Any] = {} if mp_policy is None else {"mp_policy": mp_policy}
         fsdp.fully_shard(
             module, mesh=_named(mesh), reshard_after_forward=reshard_after_forward, **policy
@@ -81,9 +72,6 @@ class _Part:
         kind = type(module)
         module.__class__ = type(kind.__name__, (_Words, kind), {})
         return module
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotProvided(f"fully_shard has no {name}")
 
 
 def implementation() -> Implementation:

@@ -8,6 +8,7 @@ of them has queries, or hooks under torch.compile.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from torchparts_conformance import Implementation, NotProvided
+from torchparts_conformance import Implementation
 from torchparts_conformance.adapters import inside_torch
 
 _NO_HOOKS = "ModuleTracker has no user hooks"
@@ -27,28 +28,8 @@ _OF_HOOKS = (
 _NO_PHASES = "FlopCounterMode has no phases and no row for the outside"
 
 
-class _Lacking:
-    """Reports every other name as not provided."""
-
-    tool = "torch"
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotProvided(f"{self.tool} has no {name}")
-
-    def __getitem__(self, name: str) -> Any:
-        raise NotProvided(f"{self.tool} has no row of a module with phases")
-
-
-class _ModuleTracker(_Lacking, ModuleTracker):
-    """torch's tracker, unchanged."""
-
-    tool = "ModuleTracker"
-
-
-class _FlopCounter(_Lacking, FlopCounterMode):
+class _FlopCounter(FlopCounterMode):
     """The counter is its own report."""
-
-    tool = "FlopCounterMode"
 
     def __init__(self, *roots: Any, formulas: Mapping[Any, Any] | None = None) -> None:
         super().__init__(display=False, custom_mapping=dict(formulas or {}))
@@ -59,20 +40,12 @@ class _FlopCounter(_Lacking, FlopCounterMode):
         return self.get_total_flops()
 
 
-class _MemTracker(_Lacking, inside_torch.MemTracker):
+class _MemTracker(inside_torch.MemTracker):
     """The tracker is its own report; models are passed to it beforehand."""
-
-    tool = "MemTracker"
 
     def __init__(self, *roots: Any) -> None:
         super().__init__()
         self.track_external(*roots)
-
-
-class _Part(_Lacking):
-    ModTracker = _ModuleTracker
-    profile_flops = _FlopCounter
-    profile_memory = _MemTracker
 
 
 def implementation() -> Implementation:
@@ -81,7 +54,11 @@ def implementation() -> Implementation:
         name="torch tools",
         version=torch.__version__,
         distributions=("torch",),
-        parts={"mod-tracker": _Part()},
+        parts={
+            "mod-tracker": types.SimpleNamespace(
+                ModTracker=ModuleTracker, profile_flops=_FlopCounter, profile_memory=_MemTracker
+            )
+        },
         capabilities={"mod-tracker": frozenset({"reports"})},
         lacks={
             "mod-tracker": {

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from torchparts_conformance import Implementation, NotProvided
+from torchparts_conformance import Implementation
 from torchparts_conformance.adapters import inside_torch
 
 _module: Any = import_module("torchtitan.distributed.activation_checkpoint")
@@ -41,8 +41,6 @@ class _Impls:
 
 
 def _checkpoint_wrapper(module: nn.Module, checkpoint_impl: Any = _Impl.NO_REENTRANT) -> nn.Module:
-    if checkpoint_impl is _Impl.REENTRANT:
-        raise NotProvided("torchtitan has no reentrant checkpointing")
     layers = nn.ModuleDict({"0": module})
     _module.FullAC(_module.FullAC.Config()).apply(nn.ModuleDict({"layers": layers}))
     return layers["0"]
@@ -56,5 +54,10 @@ def implementation() -> Implementation:
         version=version("torchtitan"),
         distributions=("torchtitan",),
         parts={"ckpt-wrap": part},
-        lacks={"ckpt-wrap": dict.fromkeys(_OF_WRAPPERS, _OF_TORCH)},
+        lacks={
+            "ckpt-wrap": {
+                **dict.fromkeys(_OF_WRAPPERS, _OF_TORCH),
+                "CW-004": "torchtitan has no reentrant checkpointing",
+            }
+        },
     )

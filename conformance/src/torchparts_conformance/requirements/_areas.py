@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 PREFIXES: Mapping[str, str] = {
     "ckpt-wrap": "CW",
@@ -17,8 +19,11 @@ PARTS = tuple(area for area in AREAS if area != "combined")
 LEVELS = ("MUST", "SHOULD")
 # Any device except the CPU. A requirement may also name one kind.
 ACCELERATOR = "accelerator"
-# Every implementation is judged by these; other profiles are capabilities that it may claim.
-CLAIMED_BY_ALL = ("core", "robust")
+# What the tests and the documentation of torch say. Every implementation is judged by it.
+CORE = "core"
+# Beyond torch: written for torchparts, and reported beside the verdict.
+ROBUST = "robust"
+OWN = "these are torchparts' own requirements, and no part of the verdict"
 _DEVICE = re.compile(r"[a-z][a-z0-9]{0,15}")
 
 
@@ -28,9 +33,9 @@ def is_device(word: object) -> bool:
 
 
 def profile_order(profile: str) -> tuple[int, str]:
-    """Sort core first, then robust, then capabilities by name."""
-    is_common = profile in CLAIMED_BY_ALL
-    return (CLAIMED_BY_ALL.index(profile) if is_common else len(CLAIMED_BY_ALL)), profile
+    """Sort core first, then robust, then the others by name."""
+    first = (CORE, ROBUST)
+    return (first.index(profile) if profile in first else len(first)), profile
 
 
 def folder_of(area: str) -> str:
@@ -41,3 +46,11 @@ def folder_of(area: str) -> str:
 def area_of(folder: str) -> str:
     """Return the area whose files are in a folder."""
     return folder.replace("_", "-")
+
+
+def area_of_path(path: Path) -> str | None:
+    """Return the area of a file of cases, from the folder below `cases`."""
+    for above, folder in itertools.pairwise(path.parts):
+        if above == "cases" and area_of(folder) in AREAS:
+            return area_of(folder)
+    return None

@@ -7,7 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torchparts_conformance.requirements._areas import ACCELERATOR, LEVELS, PREFIXES, is_device
+from torchparts_conformance.requirements._areas import (
+    ACCELERATOR,
+    CORE,
+    LEVELS,
+    PREFIXES,
+    is_device,
+)
 
 _Case = TypeVar("_Case", bound=Callable[..., Any])
 _ID = re.compile(rf"({'|'.join(PREFIXES.values())})-\d{{3}}")
@@ -30,12 +36,14 @@ class Requirement:
         id: permanent, with the prefix of its area, such as `CW-012`.
         area: such as `ckpt-wrap`.
         level: MUST or SHOULD.
-        profile: `core`, `robust` or a capability.
+        profile: `core`, `robust` or another one of torchparts.
         devices: kinds of devices it applies to; `accelerator` is every kind but the CPU.
         since: version of the suite that introduced it.
         text: the whole requirement.
-        source: name of the test of PyTorch that it comes from, or empty.
-        rationale: why it exists; empty if it has a source.
+        source: name of the test of PyTorch that it comes from, or dotted name of the documented
+            object; empty if it is torchparts' own.
+        quote: the words of the object's documentation.
+        rationale: why it exists; may be empty if it has a source.
     """
 
     id: str
@@ -46,7 +54,13 @@ class Requirement:
     since: str
     text: str
     source: str = ""
+    quote: str = ""
     rationale: str = ""
+
+    @property
+    def is_documented(self) -> bool:
+        """Whether it comes from PyTorch's documentation, and not from one of its tests."""
+        return "." in self.source
 
     def is_for(self, device: str) -> bool:
         """Return whether it applies to a kind of device."""
@@ -60,6 +74,7 @@ def requirement(
     text: str = "",
     rationale: str = "",
     source: str = "",
+    quote: str = "",
     since: str = "",
     profile: str = "",
     devices: tuple[str, ...] = ("cpu", ACCELERATOR),
@@ -73,9 +88,11 @@ def requirement(
         level: `"MUST"` or `"SHOULD"`.
         text: the requirement in one sentence, with the word of its level.
         rationale: why users need it; required if there is no source.
-        source: name of the test of PyTorch it comes from.
+        source: name of the test of PyTorch it comes from, or dotted name of the object of torch
+            whose documentation says it; required in core.
+        quote: the words of that documentation.
         since: version of the suite that introduced it.
-        profile: `"core"`, `"robust"` or a capability.
+        profile: `"core"`, `"robust"` or a capability, such as `"compile"`.
         devices: kinds of devices it applies to.
     Raises:
         ValueError: an argument is missing or has the wrong form.
@@ -86,12 +103,12 @@ def requirement(
             text="Dropout MUST be replayed in recomputation.",
             rationale="Gradients are wrong otherwise.",
             since="0.1.0",
-            profile="core",
+            profile="robust",
         )
         def test_dropout_is_replayed(part, device): ...
     """
     facts = {"level": level, "text": text, "rationale": rationale, "source": source}
-    facts |= {"since": since, "profile": profile}
+    facts |= {"quote": quote, "since": since, "profile": profile}
     if any(facts.values()):
         declared(id, devices=devices, **facts)
     else:
@@ -148,7 +165,15 @@ def _violation(facts: dict[str, Any]) -> str:
         return f"the text must contain the word {texts['level']}, which is its level."
     if not _WORD.fullmatch(texts["profile"]):
         return f"profile is {texts['profile']!r}; it must be a short lower-case word."
-    if not texts.get("source") and not texts.get("rationale"):
+    source = texts.get("source", "")
+    if texts["profile"] == CORE and not source:
+        return (
+            "core has what the tests and the documentation of torch say. Give the test or the "
+            "documented object as source, or choose another profile."
+        )
+    if bool(texts.get("quote")) != ("." in source):
+        return "quote has the words of a documented object, whose dotted name is the source."
+    if not source and not texts.get("rationale"):
         return "it has neither source nor rationale. Say where it comes from."
     issues = _ISSUE.finditer(texts.get("rationale", ""))
     unknown = [issue[0] for issue in issues if not _repository(issue)]

@@ -2,8 +2,9 @@
 
 Tensors are found in tuples, lists, dicts, sets, deques and instances of classes written in Python,
 such as dataclasses and caches. Before forward each of these is copied, with an index instead of
-each tensor. Recomputation gets new copies, filled with the tensors. So it sees the contents before
-forward, and its own changes are dropped.
+each tensor. An instance that has the same contents in recomputation is passed itself, so forward
+may compare it by identity. Otherwise recomputation gets a new copy, filled with the tensors. So it
+sees the contents before forward, and its own changes are dropped.
 
 Instances of classes of torch, of the standard library and of classes written in C, modules, and
 objects that cannot be copied are passed by reference.
@@ -17,22 +18,28 @@ import functools
 import sys
 import types
 import warnings
+import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
+from ckpt_wrap._random import source_of
+
 DEPTH = 24  # of nested objects; deeper ones are passed by reference
 LIMIT = 4096  # objects in one call; further ones are passed by reference
 
-_ATOMS = frozenset(
+ATOMS = frozenset(
     {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
 )
-_BUILTIN = frozenset({tuple, list, dict, set, OrderedDict, defaultdict, deque})
+BUILTIN = frozenset({tuple, list, dict, set, OrderedDict, defaultdict, deque})
+_CONTAINERS = (dict, list, tuple, set, deque)
 _HEAP_TYPE = 1 << 9  # flag of classes written in Python
+_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +60,11 @@ class Arguments:
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.generators: list[torch.Generator] = []
-        copier = _Copier(self._taken())
+        self.generators: list[Any] = []
+        copier = Copier(self._taken())
         self._args = [copier(arg) for arg in args]
         self._kwargs = {name: copier(arg) for name, arg in kwargs.items()}
+        self._originals = copier.originals
         self.can_change = copier.can_change
 
     def _taken(self) -> Callable[[Any], Any]:
@@ -64,7 +72,7 @@ class Arguments:
 
         def take(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
-                if isinstance(leaf, torch.Generator):
+                if source_of(leaf) is not None:
                     self.generators.append(leaf)
                 return leaf
             if id(leaf) not in positions:
@@ -75,29 +83,44 @@ class Arguments:
         return take
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Return new arguments with the contents before forward.
+        """Return arguments with the contents before forward.
 
         Args:
             tensors: one for each of `self.tensors`.
         """
-        copier = _Copier(lambda leaf: tensors[leaf.index] if type(leaf) is TensorIndex else leaf)
+        copier = Copier(lambda leaf: tensors[leaf.index] if type(leaf) is TensorIndex else leaf)
+        unchanged = _Unchanged(self._originals, tensors)
+        copier.keep(unchanged.originals())
         kwargs = {name: copier(arg) for name, arg in self._kwargs.items()}
         return [copier(arg) for arg in self._args], kwargs
 
 
-class _Copier:
-    """Copies nested values, with an index instead of each tensor. Each object is copied once."""
+class Copier:
+    """Copies nested values. Each object is copied once.
 
-    def __init__(self, replace: Callable[[Any], Any]) -> None:
+    Args:
+        replace: called for tensors and for values that are not copied; returns what to use instead.
+        follows: whether to copy objects of a class.
+    """
+
+    def __init__(
+        self, replace: Callable[[Any], Any], follows: Callable[[Any], bool] | None = None
+    ) -> None:
         self._replace = replace
+        self._follows = is_followed if follows is None else follows
         self._made: dict[int, Any] = {}
+        self.originals: list[tuple[Any, weakref.ref[Any]]] = []  # instances: the copy, the original
         self.can_change = False
+
+    def keep(self, known: Iterable[tuple[Any, Any]]) -> None:
+        """Use these results instead of new copies."""
+        self._made.update((id(value), result) for value, result in known)
 
     def __call__(self, value: Any, depth: int = 0) -> Any:
         kind: Any = type(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return value
-        if isinstance(value, torch.Tensor) or depth > DEPTH or not _is_followed(kind):
+        if isinstance(value, torch.Tensor) or depth > DEPTH or not self._follows(kind):
             return self._replace(value)
         if id(value) in self._made:
             return self._made[id(value)]
@@ -105,6 +128,8 @@ class _Copier:
             return value
         if isinstance(value, tuple):
             items = [self(item, depth + 1) for item in value]
+            if all(map(is_, items, value)):
+                return value
             new = self._made[id(value)] = _tuple(kind, items)
             return new
         try:
@@ -115,6 +140,8 @@ class _Copier:
             return value
         self._made[id(value)] = new
         self.can_change = True
+        if kind not in BUILTIN and _may_refer(kind):
+            self.originals.append((new, weakref.ref(value)))
         self._fill(new, depth + 1)
         return new
 
@@ -131,13 +158,73 @@ class _Copier:
             items = [self(item, depth) for item in new]
             set.clear(new)
             set.update(new, items)
-        if type(new) in _BUILTIN:
+        if type(new) in BUILTIN:
             return
         for name in (*getattr(new, "__dict__", ()), *_slots(type(new))):
             part = getattr(new, name, None)
             other = self(part, depth)
             if other is not part:
                 object.__setattr__(new, name, other)
+
+
+class _Unchanged:
+    """Finds originals that have the contents of their copies.
+
+    The originals are held weakly: a graph that holds a cache, which holds tensors with that graph,
+    would never be freed.
+    """
+
+    def __init__(
+        self, pairs: list[tuple[Any, weakref.ref[Any]]], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        self._tensors = tensors
+        self._alive = {
+            id(made): (made, found) for made, ref in pairs if (found := ref()) is not None
+        }
+        self._asked: set[int] = set()  # copies whose contents are compared: they may contain cycles
+
+    def originals(self) -> Iterator[tuple[Any, Any]]:
+        """Copies and originals with the same contents."""
+        for made, found in self._alive.values():
+            self._asked = {id(made)}
+            if self._same_contents(found, made):
+                yield made, found
+
+    def _same(self, now: Any, then: Any) -> bool:
+        if type(then) is TensorIndex:
+            return self._tensors[then.index] is now
+        if now is then or (type(now) in ATOMS and type(now) is type(then) and now == then):
+            return True
+        if type(now) is not type(then) or isinstance(now, torch.Tensor):
+            return False
+        if type(then) not in BUILTIN and not isinstance(then, tuple):
+            alive = self._alive.get(id(then))
+            if alive is None or alive[1] is not now:
+                return False
+        if id(then) in self._asked:
+            return True
+        self._asked.add(id(then))
+        return self._same_contents(now, then)
+
+    def _same_contents(self, now: Any, then: Any) -> bool:
+        kind: Any = next((k for k in _CONTAINERS if isinstance(then, k)), None)
+        if kind is not None:
+            if kind.__len__(now) != kind.__len__(then):
+                return False
+            if kind is set:
+                if not set.issubset(now, then):
+                    return False
+            elif not all(map(self._same, kind.__iter__(now), kind.__iter__(then))):
+                return False
+            if kind is dict and not all(map(self._same, dict.values(now), dict.values(then))):
+                return False
+        if type(then) in BUILTIN:
+            return True
+        names = (*getattr(then, "__dict__", ()), *_slots(type(then)))
+        return len(getattr(now, "__dict__", ())) == len(getattr(then, "__dict__", ())) and all(
+            self._same(getattr(now, name, _MISSING), getattr(then, name, _MISSING))
+            for name in names
+        )
 
 
 def _tuple(kind: Any, items: list[Any]) -> Any:
@@ -167,6 +254,11 @@ _warned: set[str] = set()  # classes of arguments with a warning
 
 
 @functools.cache
+def _may_refer_weakly(kind: Any) -> bool:
+    return bool(kind.__weakrefoffset__)
+
+
+@functools.cache
 def _slots_of(kind: Any) -> frozenset[str]:
     return frozenset(
         name
@@ -181,7 +273,7 @@ def _slots_of(kind: Any) -> frozenset[str]:
 @functools.cache
 def _follows(kind: Any) -> bool:
     """Whether to copy objects of this class; one with a finalizer may own something."""
-    if kind in _BUILTIN or kind is types.SimpleNamespace or issubclass(kind, tuple):
+    if kind in BUILTIN or kind is types.SimpleNamespace or issubclass(kind, tuple):
         return True
     if not kind.__flags__ & _HEAP_TYPE or hasattr(kind, "__del__"):
         return False
@@ -192,5 +284,6 @@ def _follows(kind: Any) -> bool:
 
 
 # Callers pass any class, which mypy does not accept as hashable.
-_is_followed: Callable[[Any], bool] = _follows
+is_followed: Callable[[Any], bool] = _follows
 _slots: Callable[[Any], frozenset[str]] = _slots_of
+_may_refer: Callable[[Any], bool] = _may_refer_weakly

@@ -60,9 +60,8 @@ def checkpoint_layers_(
         ModuleError: not an `nn.Module`, one without repeated blocks, or one of the modules cannot
             be changed.
         OptionError: an option has a wrong value.
-        PolicyError: the rule is not a function, or selects nothing.
-
-        If it raises, no module is changed.
+        PolicyError: the rule is not a function, or selects nothing. In all cases no module is
+            changed.
 
     Example:
         >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())

@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def _find_is_exporting() -> Callable[[], bool]:
@@ -264,7 +265,31 @@ def is_parameter_view(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` or `nn.Module.compile` was called on the module."""
+    return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
+
+
 def is_parametrized_class(kind: Any) -> bool:
     """Whether `torch.nn.utils.parametrize` made the class, for one module and its copies."""
     getstate = vars(kind).get("__getstate__")
     return getattr(getstate, "__module__", None) == parametrize.__name__
+
+
+def announced(number: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a function that repeats a forward, and say so to those who measure.
+
+    They put their functions into `torch.autograd.graph.recompute_callbacks`. Each is called with
+    the number here, and with None at the end.
+
+    Args:
+        number: autograd's number of a node that the code created in the forward; -1 if unknown.
+    """
+    callbacks = getattr(torch.autograd.graph, "recompute_callbacks", ())
+    for callback in callbacks:
+        callback(number)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        for callback in callbacks:
+            callback(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import warnings
 from pathlib import Path
@@ -208,19 +209,40 @@ def check_optimizer_that_sends_parameters_is_refused(rank: int, world: int) -> N
         assert all(map(torch.equal, before, model.parameters())) == is_sharded
 
 
+def _replicated(module: nn.Module) -> None:
+    """torch's DDP without a wrapper begins in the first forward."""
+    from torch.distributed._composable.replicate import replicate
+
+    replicate(module)(torch.ones(2, 6))
+
+
 def check_ddp_around_units_is_refused(rank: int, world: int) -> None:
-    """It would broadcast rank 0's pieces. Units that it ignores may be inside."""
-    model = sharded()
-    before = whole_state(model)
-    raises(
-        flat_param.StateError,
-        "would overwrite each rank's piece",
-        lambda: nn.parallel.DistributedDataParallel(model),
-    )
-    assert all(torch.equal(whole_state(model)[name], value) for name, value in before.items())
-    names = [name for name, _ in model.named_parameters()]
-    model._ddp_params_and_buffers_to_ignore = names
-    raises(RuntimeError, "is not needed", lambda: nn.parallel.DistributedDataParallel(model))
+    """DDP would broadcast rank 0's pieces. Units whose parameters it ignores may be inside."""
+    ddp = nn.parallel.DistributedDataParallel
+    for boundary in (None, "tensor"):
+        model = sharded() if boundary is None else Scale()
+        if boundary is not None:
+            flat_param.fully_shard(model, boundary=boundary)
+        before = whole_state(model)
+        task = nn.Sequential(nn.Sequential(model), nn.Linear(2, 2))
+        text = "whose parameter '0.0."
+        raises(flat_param.StateError, "would overwrite each rank's piece", lambda m=model: ddp(m))
+        raises(flat_param.StateError, text, lambda t=task: ddp(t))
+        raises(flat_param.StateError, "whose parameter '", lambda t=task: _replicated(t))
+        assert all(torch.equal(whole_state(model)[name], value) for name, value in before.items())
+        assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+        names = [name for name, _ in model.named_parameters()]
+        model._ddp_params_and_buffers_to_ignore = names
+        raises(RuntimeError, "is not needed", lambda m=model: ddp(m))
+        task._ddp_params_and_buffers_to_ignore = [f"0.0.{name}" for name in names]
+        assert ddp(task).module is task
+        assert all(torch.equal(whole_state(model)[name], value) for name, value in before.items())
+
+
+def check_members_of_a_sharded_module_can_be_read(rank: int, world: int) -> None:
+    """`inspect.getmembers` reads each attribute."""
+    known = dict(inspect.getmembers(sharded()))
+    assert known["unshard"]
 
 
 def check_second_backward_after_a_stopped_one(rank: int, world: int) -> None:

@@ -14,10 +14,17 @@ that ran when the innermost running module was entered.
   no marks; the lookup uses this thread's state or, if it created no nodes, the other's.
 - Known error: a device's backward thread that creates a graph reuses numbers of other threads. A
   second backward through those nodes is attributed to other modules.
-- A backward without create_graph runs nodes with gradients disabled. If gradients are enabled
-  inside a node, forward code is being recomputed, outside of any module that it calls. That code
-  belongs to the call around those modules once one of them has run for the same node. Before
-  that, it belongs to the call whose node started the recompute.
+
+Note [Recomputation]
+Code that runs in a backward repeats the forward if
+- it is inside a module call that began in this backward;
+- the library that runs it says so, by `torch.autograd.graph.recompute_callbacks`;
+- torch's checkpoint runs it, or torch_remat, which is built on it;
+- gradients are enabled inside a node, of a backward that creates no graph. Checkpoints of other
+  libraries enable them, since autograd runs nodes with gradients disabled.
+The library may name a node that the code created in the forward: then the code belongs to the call
+that created it. Otherwise it belongs to the call around the modules that it calls, once one of them
+has run for the same node. Before that, it belongs to the call whose node runs.
 """
 
 from __future__ import annotations
@@ -37,10 +44,11 @@ from ._torch_compat import (
     UNNUMBERED,
     at_backward_end,
     children_of,
+    creates_graph,
     current_node,
     graph_task,
     is_compiled_graph,
-    keeps_graph,
+    is_torchs_recompute,
     next_number,
     number_asking,
     number_of,
@@ -104,16 +112,39 @@ class Attribution:
         state: ThreadState | None = getattr(self.local, "state", None)
         task = graph_task()
         if state is None:
-            return (NOWHERE, OUTSIDE) if task == NO_TASK else (self._run_by(None, task), BACKWARD)
+            if task == NO_TASK:
+                return NOWHERE, OUTSIDE
+            return self._run_by(None, task), RECOMPUTE if _is_recomputing() else BACKWARD
         if state.shown is not None:
             return state.shown, BACKWARD
+        if state.repeats and state.repeats[-1][1] is state.call:
+            call = state.repeats[-1][0]
+            if call is None and task != state.task:
+                call = state.recomputed() or self._run_by(state, task)
+            return call or state.call, RECOMPUTE
         if task != state.task:
-            if is_grad_enabled() and not keeps_graph():  # forward code that is recomputed
+            if _is_recomputing():
                 return state.recomputed() or self._run_by(state, task), RECOMPUTE
-            return self._run_by(state, task), BACKWARD
+            # A backward that a recomputed module calls, as for forces, is repeated, too.
+            phase = BACKWARD if state.task == NO_TASK else RECOMPUTE
+            return self._run_by(state, task), phase
         if task != NO_TASK:
             return state.call, RECOMPUTE
         return state.call, OUTSIDE if state.call[2] is None else FORWARD
+
+    def recomputes(self, number: int | None) -> None:
+        """Note that a library begins to recompute, or, with None, that it has ended.
+
+        Args:
+            number: autograd's number of a node that the code created in the forward; -1 if unknown.
+        """
+        state = self.state() or self.open_state()
+        if number is not None:
+            known = None if number < 0 else self._creator(state, graph_task(), number)
+            state.repeats.append((known, state.call))
+        elif state.repeats:
+            state.repeats.pop()
+        self.tell_switch()
 
     def attribute_op(self) -> tuple[Call, str]:
         """`locate` for an operator. Also attributes nodes that a backward creates."""
@@ -193,13 +224,18 @@ class Attribution:
 
     def maker_of(self, state: ThreadState | None, task: int, node: Any, number: int) -> Call:
         """Return the call that created the node `number`, for the running backward `task`."""
-        known = state is not None and not self.threaded
-        owner = state if known else self._state_of(state, task)
-        if owner is None:
-            return NOWHERE
         if number < UNNUMBERED:
-            return owner.find(number)
-        return self._accumulates(owner, node)
+            return self._creator(state, task, number)
+        owner = self._owner_of(state, task)
+        return NOWHERE if owner is None else self._accumulates(owner, node)
+
+    def _creator(self, state: ThreadState | None, task: int, number: int) -> Call:
+        owner = self._owner_of(state, task)
+        return NOWHERE if owner is None else owner.find(number)
+
+    def _owner_of(self, state: ThreadState | None, task: int) -> ThreadState | None:
+        known = state is not None and not self.threaded
+        return state if known else self._state_of(state, task)
 
     def _accumulates(self, state: ThreadState, node: Any) -> Call:
         # A gradient accumulation node: it has no number.
@@ -249,6 +285,11 @@ class Attribution:
                 found = parent.keys.get(id(module), "")
             key = found
         return f"{parent.called_as}.{key}" if key else name
+
+
+def _is_recomputing() -> bool:
+    """Whether a node of the running backward runs forward code. See Note [Recomputation]."""
+    return (is_grad_enabled() and not creates_graph(graph_task())) or is_torchs_recompute()
 
 
 def _drop(guard: PathGuard) -> None:

@@ -192,6 +192,8 @@ class ThreadState:
         asked: number of the node for which a module was last recomputed.
         number: start of the open interval; `NO_INTERVAL` if it is not the running call's.
         owner: call that the open interval belongs to; None if it is the running call's.
+        repeats: recomputations that a library has begun and not ended. For each, the call whose
+            code it repeats, None if unknown, and the running call at its beginning.
         inner: whether the thread is a backward thread of torch.
         seen: counter when `explain` was last called.
         leaves: gradient edges of leaf inputs, by `id`, until the calls with those inputs end.
@@ -213,6 +215,7 @@ class ThreadState:
         "owner",
         "paths",
         "record",
+        "repeats",
         "seen",
         "shown",
         "task",
@@ -227,6 +230,7 @@ class ThreadState:
         self.shown: Call | None = None
         self.number = self._start = self.seen = next_number()
         self.owner: Call | None = None
+        self.repeats: list[tuple[Call | None, Call]] = []
         self.leaves: dict[int, Edge] = {}
         self.paths: dict[int, Path] = {}
         self.carrier = new_carrier()

@@ -1,37 +1,31 @@
-"""All private names of torch that this package uses, each with a check and a fallback.
+"""All private names of torch that this package uses.
 
-If torch lacks a name, or the name behaves differently, the feature that needs it is disabled.
-
-Backward attribution needs four values that torch has no public function for: the number of the
-next autograd node, the number of a given node, the running node, and whether a backward runs.
-`probe` checks them once at import on a two-node graph. If any is missing or wrong,
-`EXACT_BACKWARD` is False: forward tracking is complete, and backward is not attributed.
+Every torch that this package supports has them, except where a comment names the torch without.
+Importing this file calls nothing of torch: a backward or a device call at import would break
+programs that fork.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
-def look_up(dotted: str) -> Any:
-    """Return the object with a dotted name below `torch`, or None."""
-    found: Any = torch
-    for part in dotted.split("."):
-        if found is None:
-            return None
-        found = getattr(found, part, None)
-    return found
-
+_C: Any = torch._C
 
 # The autograd graph.
 
@@ -44,6 +38,21 @@ Found = TypeVar("Found")
 UNNUMBERED = 2**63
 """Gradient accumulation nodes have at least this number; all others have smaller numbers."""
 
+next_number: Callable[[], int] = _C._autograd._get_sequence_nr
+"""Return the number of the next autograd node of this thread."""
+
+graph_task: Callable[[], int] = _C._current_graph_task_id
+"""Return the id of the backward that runs in this thread, or `NO_TASK`."""
+
+current_node: Callable[[], Any] = _C._current_autograd_node
+"""Return the autograd node that runs in this thread, or None."""
+
+LEAF_NODE: Any = _C._functions.AccumulateGrad
+"""Type of the nodes of leaf tensors, which ignore hooks on the node itself."""
+
+in_function_mode: Callable[[], bool] = _C._is_torch_function_mode_enabled
+"""Whether a `TorchFunctionMode` is on, which would intercept hooks that are put on a tensor."""
+
 
 def in_fresh_thread(function: Callable[[], Found]) -> Found:
     """Call a function in a new thread, where no mode of torch is on and no backward runs.
@@ -51,7 +60,7 @@ def in_fresh_thread(function: Callable[[], Found]) -> Found:
     If no thread can be started, call it in this one.
     """
     found: list[Found] = []
-    thread = threading.Thread(target=lambda: found.append(function()), name="mod_tracker probe")
+    thread = threading.Thread(target=lambda: found.append(function()), name="mod_tracker")
     try:
         thread.start()
     except RuntimeError:
@@ -60,66 +69,14 @@ def in_fresh_thread(function: Callable[[], Found]) -> Found:
     return found[0]
 
 
-def probe(
-    next_number: Callable[[], int] | None,
-    graph_task: Callable[[], int] | None,
-    current_node: Callable[[], Any] | None,
-) -> bool:
-    """Whether the three functions return the right values on a two-node graph.
-
-    Args:
-        next_number: returns the number of the next autograd node of this thread.
-        graph_task: returns the id of the backward that runs in this thread, or `NO_TASK`.
-        current_node: returns the autograd node that runs in this thread, or None.
-    """
-    if next_number is None or graph_task is None or current_node is None:
-        return False
-    seen: list[tuple[int, int]] = []
-    try:
-        with torch.enable_grad():
-            first = torch.empty((), device="cpu", requires_grad=True).neg()
-            expected = next_number()
-            second = first.neg()
-        first.register_hook(lambda _: seen.append((graph_task(), current_node()._sequence_nr())))
-        numbered = second.grad_fn._sequence_nr() == expected  # type: ignore[union-attr]
-        second.backward()
-    except (AttributeError, TypeError, RuntimeError):
-        return False
-    right = [number for task, number in seen if task != NO_TASK]
-    return numbered and graph_task() == NO_TASK and right == [expected - 1]
-
-
-_next_number = look_up("_C._autograd._get_sequence_nr")
-_graph_task = look_up("_C._current_graph_task_id")
-_current_node = look_up("_C._current_autograd_node")
-
-EXACT_BACKWARD: bool = in_fresh_thread(lambda: probe(_next_number, _graph_task, _current_node))
-"""Whether backward attribution works on this torch."""
-
-next_number: Callable[[], int] = _next_number if EXACT_BACKWARD else lambda: 0
-graph_task: Callable[[], int] = _graph_task if EXACT_BACKWARD else lambda: NO_TASK
-current_node: Callable[[], Any] = _current_node if EXACT_BACKWARD else lambda: None
-
-
-LEAF_NODE: Any = look_up("_C._functions.AccumulateGrad")
-"""Type of the nodes of leaf tensors, which ignore hooks on the node itself."""
-
-
-_EMPTY: torch.Tensor = in_fresh_thread(lambda: torch.empty(0, device="cpu"))
-
-_function_mode = look_up("_C._is_torch_function_mode_enabled")
-_carry = look_up("_C._FunctionBase._register_hook_dict")
-
-CARRIES: bool = EXACT_BACKWARD and None not in (_function_mode, _carry, LEAF_NODE)
-"""Whether a node can take its hooks from another tensor; a tenth of the time of `register_hook`."""
-
-in_function_mode: Callable[[], bool] = _function_mode if CARRIES else (lambda: True)
-"""Whether a `TorchFunctionMode` is on, which would intercept hooks that are put on a tensor."""
+@cache
+def _empty() -> torch.Tensor:
+    return in_fresh_thread(lambda: torch.empty(0, device="cpu"))
 
 
 def new_carrier() -> torch.Tensor:
     """Return the tensor that attaches hooks to nodes in one thread. Modes do not see it."""
-    return nn.Parameter(_EMPTY, requires_grad=False)
+    return nn.Parameter(_empty(), requires_grad=False)
 
 
 def hook_gradient(
@@ -149,12 +106,6 @@ def number_asking() -> int:
     return UNNUMBERED if node is None else number_of(node)
 
 
-keeps_graph: Callable[[], bool] = look_up("_C._autograd._get_current_graph_task_keep_graph") or (
-    lambda: True
-)
-"""Whether the running backward keeps its graph, as one that creates a graph does."""
-
-
 def number_of(node: Any) -> int:
     """Return autograd's number of a node: its order of creation within its thread."""
     number: int = node._sequence_nr()
@@ -165,31 +116,98 @@ def at_backward_end(callback: Callable[[], None]) -> bool:
     """Call `callback` when the running backward ends without an error.
 
     Returns:
-        False if torch has no such queue: the callback is then never called.
+        False if no backward runs: the callback is then never called.
     """
-    queue = getattr(look_up("autograd.Variable._execution_engine"), "queue_callback", None)
-    if queue is None or graph_task() == NO_TASK:
+    if graph_task() == NO_TASK:
         return False
-    queue(callback)
+    _queue_callback(callback)
     return True
+
+
+# Bound here: compiled autograd refuses to trace the attribute.
+_queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
+
+
+# Recomputation.
+
+
+_STARTS_BACKWARD = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}
+
+
+@lru_cache(maxsize=64)
+def creates_graph(task: int) -> bool:
+    """Whether the running backward, with this id, was called with `create_graph=True`.
+
+    The engine does not say, so the caller's frame does. In a thread of a device the caller is in
+    another thread: then any backward there may be the one.
+    """
+    frames = sys._current_frames()
+    own = _caller(frames.pop(threading.get_ident()))
+    callers = [own] if own is not None else map(_caller, frames.values())
+    return any(frame is not None and frame.f_locals["create_graph"] for frame in callers)
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame that called a backward; None if there is none."""
+    while frame is not None and frame.f_code not in _STARTS_BACKWARD:
+        frame = frame.f_back
+    return frame
+
+
+def is_torchs_recompute() -> bool:
+    """Whether torch's checkpoint runs a forward again in this thread.
+
+    Its reentrant kind does so in a node of its own. The other kind has hooks of its own meanwhile.
+    """
+    hooks = top_saved_hooks()
+    if hooks is not None and _qualified(hooks[0]).startswith("_recomputation_hook."):
+        return True
+    return _is_of(current_node(), checkpoint.CheckpointFunction)
+
+
+def _qualified(function: Any) -> str:
+    return str(getattr(function, "__qualname__", ""))
+
+
+def _is_of(node: Any, *functions: type) -> bool:
+    """Whether a node is the backward of one of these autograd functions."""
+    return issubclass(getattr(node, "_forward_cls", object), functions)
+
+
+RecomputeCallback = Callable[[int | None], None]
+"""Called with a node's number when recomputation begins, and with None when it ends."""
+
+_recompute_lock = threading.Lock()
+
+
+def add_recompute_callback(callback: RecomputeCallback) -> Callable[[], None]:
+    """Add a callback to `torch.autograd.graph.recompute_callbacks`; return how to remove it.
+
+    Libraries that recompute call the functions in this tuple. It exists while it has any.
+    """
+    _set_callbacks(lambda held: (*held, callback))
+    return lambda: _set_callbacks(lambda held: tuple(one for one in held if one is not callback))
+
+
+def _set_callbacks(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    with _recompute_lock:
+        left = change(getattr(graph, "recompute_callbacks", ()))
+        if left:
+            graph.recompute_callbacks = left  # type: ignore[attr-defined]
+        elif hasattr(graph, "recompute_callbacks"):
+            del graph.recompute_callbacks
 
 
 # Tensors that nodes save for backward.
 
 
-_CHECKPOINTS: tuple[type, ...] = tuple(
-    kind
-    for dotted in (
-        "utils.checkpoint.CheckpointFunction",
-        "utils.checkpoint._NoopSaveInputs",
-    )
-    if (kind := look_up(dotted)) is not None
-)
-"""Functions whose nodes save the inputs of a checkpointed region."""
-
-
-SAVED: Any = look_up("_C._autograd.SavedTensor")
+SAVED: Any = _C._autograd.SavedTensor
 """Type that holds a tensor for backward, in a node or in torch's checkpoint."""
+
+
+_SAVES_INPUTS: tuple[type, ...] = tuple(
+    filter(None, [getattr(checkpoint, "_NoopSaveInputs", None)])  # torch 2.13 has it no more
+)
 
 
 class SavedValue(NamedTuple):
@@ -220,7 +238,7 @@ def saved_values(tensors: Iterable[torch.Tensor]) -> Iterator[SavedValue]:
             continue
         seen.add(node)
         waiting += [reached for reached, _ in node.next_functions]
-        of_checkpoint = issubclass(getattr(node, "_forward_cls", object), _CHECKPOINTS)
+        of_checkpoint = _is_of(node, checkpoint.CheckpointFunction, *_SAVES_INPUTS)
         kind: Any = type(node)
         for name in _fields(kind):
             for saved in _saved_in(node, name):
@@ -228,7 +246,7 @@ def saved_values(tensors: Iterable[torch.Tensor]) -> Iterator[SavedValue]:
 
 
 def value_in(saved: Any, *, of_checkpoint: bool) -> Iterator[SavedValue]:
-    """Yield the value in an instance of `SAVED`; nothing if torch does not expose it."""
+    """Yield the value in an instance of `SAVED`; nothing on torch 2.9, which does not show it."""
     data = getattr(saved, "data", None)
     if data is not None:
         yield SavedValue(data, getattr(saved, "unpack_hook", None), of_checkpoint)
@@ -315,14 +333,12 @@ def is_compiled_graph(module: nn.Module) -> bool:
 # The dispatcher, modes, and hooks for saved tensors.
 
 
-without_torch_function: Callable[[], AbstractContextManager[Any]] = (
-    look_up("_C.DisableTorchFunctionSubclass") or nullcontext
-)
+without_torch_function: Callable[[], AbstractContextManager[Any]] = _C.DisableTorchFunctionSubclass
 """Context in which a tensor subclass is treated as a tensor."""
 
 
-_COMPOSITE: Any = look_up("_C.DispatchKey.CompositeImplicitAutograd")
-_has_kernel: Any = look_up("_C._dispatch_has_kernel_for_dispatch_key")
+_COMPOSITE: Any = _C.DispatchKey.CompositeImplicitAutograd
+_has_kernel: Any = _C._dispatch_has_kernel_for_dispatch_key
 _OWN_KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd")
 
 
@@ -332,18 +348,14 @@ def is_composite(operator: Any) -> bool:
     Some operators, such as `aten.silu_backward`, have both a decomposition and a kernel. torch runs
     the kernel, whose results differ in the last bits.
     """
-    can = getattr(operator, "_can_decompose", None)
+    if not isinstance(operator, torch._ops.OpOverload):
+        return False
     try:
-        if can is None or not can():
+        if not operator._can_decompose():
             return False
         return not any(_has_kernel(operator.name(), key) for key in _OWN_KERNELS)
-    except (AttributeError, RuntimeError, TypeError):
-        # The C++ dispatcher does not know operators such as `aten.sym_size`.
+    except RuntimeError:  # the C++ dispatcher does not know operators such as `aten.sym_size`
         return False
-
-
-_set_excluded: Any = look_up("_C._SetExcludeDispatchKeyGuard")
-_VIEWS: Any = look_up("_C.DispatchKey.ADInplaceOrView")
 
 
 def views_are_noted(operator: Any) -> AbstractContextManager[Any]:
@@ -355,36 +367,25 @@ def views_are_noted(operator: Any) -> AbstractContextManager[Any]:
     """
     if not torch.is_inference_mode_enabled() or not is_composite(operator):
         return nullcontext()
-    if _set_excluded is None or _VIEWS is None:
-        return nullcontext()
-    guard: AbstractContextManager[Any] = _set_excluded(_VIEWS, False)
+    guard: AbstractContextManager[Any] = _C._SetExcludeDispatchKeyGuard(
+        _C.DispatchKey.ADInplaceOrView, False
+    )
     return guard
 
 
 def run_parts(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run an operator by the decomposition of its C++ kernel, as torch would."""
-    run = getattr(operator, "_op_dk", None)
-    if run is None or _COMPOSITE is None or not _has_kernel(operator.name(), _COMPOSITE):
+    if not _has_kernel(operator.name(), _COMPOSITE):  # decomposed in Python
         return operator.decompose(*args, **kwargs)
-    return run(_COMPOSITE, *args, **kwargs)
-
-
-_HigherOrderOperator: Any = look_up("_ops.HigherOrderOperator")
+    return operator._op_dk(_COMPOSITE, *args, **kwargs)
 
 
 def is_higher_order(operator: Any) -> bool:
     """Whether an operator takes functions, as `torch.cond` does."""
-    return _HigherOrderOperator is not None and isinstance(operator, _HigherOrderOperator)
+    return isinstance(operator, torch._ops.HigherOrderOperator)
 
 
-_INTERNAL_TENSORS: tuple[type, ...] = tuple(
-    kind
-    for dotted in (
-        "_subclasses.fake_tensor.FakeTensor",
-        "_subclasses.functional_tensor.FunctionalTensor",
-    )
-    if (kind := look_up(dotted)) is not None
-)
+_INTERNAL_TENSORS: tuple[type, ...] = (FakeTensor, FunctionalTensor)
 
 
 def has_own_operators(kind: type) -> bool:
@@ -398,10 +399,10 @@ def is_stand_in(kind: type) -> bool:
     return issubclass(kind, _INTERNAL_TENSORS)
 
 
-def mode_depth() -> int:
-    """Return the number of dispatch modes in this thread; -1 if torch does not say."""
-    depth = look_up("_C._len_torch_dispatch_stack")
-    return -1 if depth is None else int(depth())
+mode_depth: Callable[[], int] = _C._len_torch_dispatch_stack
+"""Return the number of dispatch modes in this thread."""
+
+_mode_at: Callable[[int], Any] = _C._get_dispatch_stack_at
 
 
 def leave_mode(mode: TorchDispatchMode) -> None:
@@ -409,9 +410,6 @@ def leave_mode(mode: TorchDispatchMode) -> None:
 
     The mode's `__exit__` would leave the topmost mode instead.
     """
-    if mode_depth() < 0:
-        mode.__exit__(None, None, None)
-        return
     taken: list[TorchDispatchMode] = []
     try:
         for other in _down_to(mode):
@@ -425,10 +423,9 @@ def leave_mode(mode: TorchDispatchMode) -> None:
 
 def _down_to(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
     """Return the modes from the topmost one down to this one; nothing if it is not on."""
-    at = look_up("_C._get_dispatch_stack_at")
     found: list[TorchDispatchMode] = []
     for place in reversed(range(mode_depth())):
-        each = at(place)
+        each = _mode_at(place)
         if each is mode:
             return [*found, mode]
         if getattr(each, "_mode_key", None) is None:  # torch stores its own modes elsewhere
@@ -436,14 +433,10 @@ def _down_to(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
     return []
 
 
-SAYS_HOOKS: bool = look_up("_C._autograd._top_saved_tensors_default_hooks") is not None
-"""Whether torch can return the current hooks for saved tensors."""
-
-
 def top_saved_hooks() -> tuple[Any, Any] | None:
     """Return the innermost saved-tensor hooks of this thread, or None."""
-    top = look_up("_C._autograd._top_saved_tensors_default_hooks")
-    return None if top is None else top(True)
+    hooks: tuple[Any, Any] | None = _C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 def leave_saved_hooks(own: saved_tensors_hooks) -> None:
@@ -464,9 +457,8 @@ def leave_saved_hooks(own: saved_tensors_hooks) -> None:
 
 
 _plain_tensors = (torch.Tensor, torch.nn.Parameter)
-_keys_of: Any = look_up("_C._dispatch_keys")
-_PYTHON: Any = look_up("_C.DispatchKey.Python")
-_keys_after: Any = look_up("_C._dispatch_keyset_full_after")
+_keys_of: Any = _C._dispatch_keys
+_keys_after: Any = _C._dispatch_keyset_full_after
 
 
 def run_inside(
@@ -487,7 +479,6 @@ def run_inside(
         not tensors
         or any(type(tensor) not in _plain_tensors or tensor.is_meta for tensor in tensors)
         or not isinstance(operator, torch._ops.OpOverload)
-        or None in (_keys_of, _PYTHON, _keys_after)
         or makes_stand_ins()
         or _has_wrapped_number(operator, args)
     ):
@@ -496,7 +487,7 @@ def run_inside(
     for tensor in tensors[1:]:
         keys = keys | _keys_of(tensor)
     with mode:
-        return (operator.redispatch(keys & _keys_after(_PYTHON), *args, **kwargs),)
+        return (operator.redispatch(keys & _keys_after(_C.DispatchKey.Python), *args, **kwargs),)
 
 
 def _has_wrapped_number(operator: Any, args: tuple) -> bool:
@@ -509,9 +500,8 @@ def _has_wrapped_number(operator: Any, args: tuple) -> bool:
 
 def makes_stand_ins() -> bool:
     """Whether one of torch's own modes is on, such as `FakeTensorMode`."""
-    at = look_up("_C._get_dispatch_stack_at")
-    modes = [None if at is None else at(place) for place in range(mode_depth())]
-    return at is None or any(getattr(mode, "_mode_key", None) is not None for mode in modes)
+    modes = map(_mode_at, range(mode_depth()))
+    return any(getattr(mode, "_mode_key", None) is not None for mode in modes)
 
 
 # Out of memory.
@@ -529,15 +519,14 @@ _attached: set[int] = set()
 def on_out_of_memory(listener: Listener) -> Callable[[], None]:
     """Call `listener` when an allocation on CUDA fails; the returned function ends this.
 
-    Without torch's observer nothing happens. Exceptions of the listener are logged, since torch
-    would raise them in place of its own error.
+    A torch without CUDA has no observer. Exceptions of the listener are logged, since torch would
+    raise them in place of its own error.
     """
     _listeners.append(listener)
-    attach = look_up("_C._cuda_attach_out_of_memory_observer")
-    when_ready = look_up("cuda._lazy_call")  # the observer needs an initialized CUDA
-    if attach is not None and when_ready is not None and id(attach) not in _attached:
+    attach = getattr(_C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None and id(attach) not in _attached:
         _attached.add(id(attach))
-        when_ready(lambda: attach(_tell))
+        torch.cuda._lazy_call(lambda: attach(_tell))  # needs an initialized CUDA
 
     def end() -> None:
         if listener in _listeners:

@@ -14,7 +14,7 @@ from ._call_patch import CallPatch
 from ._errors import HookSlotError, OptionError, check_callable, check_int
 from ._listeners import Listener, Subscription, matches
 from ._record import DEFAULT_LIMIT, ModuleCall, describe
-from ._torch_compat import NO_TASK, graph_task
+from ._torch_compat import NO_TASK, add_recompute_callback, graph_task
 
 GLOBAL = "Global"
 
@@ -70,6 +70,7 @@ class ModTracker:
     def __enter__(self) -> ModTracker:
         with self._lock:
             if self._entered == 0:
+                self._end_recomputes = add_recompute_callback(self._attribution.recomputes)
                 self._call_patch.install()
             self._entered += 1
         return self
@@ -78,6 +79,7 @@ class ModTracker:
         with self._lock:
             if self._entered == 1:
                 self._call_patch.remove()
+                self._end_recomputes()
             self._entered = max(0, self._entered - 1)
 
     # The drop-in interface.

@@ -22,6 +22,8 @@ from .policies._flops import flops_of
 from .policies._functions import PolicyLike, as_policy
 from .policies._policies import DEPENDS, Constant, Policy
 from .policies._views import Operator, OpView
+from .trials._batches import tensors_behind
+from .trials._rollback import Rollback
 
 __all__ = ["OffloadStats", "Report", "Row", "report"]
 
@@ -221,7 +223,8 @@ def _speaker(policy: Policy, view: OpView, answer: Answer) -> Policy:
 def report(function: Callable[..., Any], *args: Any, policy: PolicyLike, **kwargs: Any) -> Report:
     """Run the forward of `function` once and report what `policy` keeps, and why.
 
-    Restores the random state. Module buffers change as in any forward.
+    The forward leaves no trace: buffers, attributes of modules, arguments and random numbers are
+    restored.
 
     Args:
         function: the function to checkpoint.
@@ -242,16 +245,18 @@ def report(function: Callable[..., Any], *args: Any, policy: PolicyLike, **kwarg
         1 operator recomputed
         16 bytes held in all
     """
-    given = as_policy(policy)
+    wanted = as_policy(policy)
     check_call(function, kwargs, where="report")
     if is_traced() or not torch.is_grad_enabled():
         raise EngineError(
             "sac_policies.report: gradients are off or the code is being compiled, but a report "
             "reads what an eager forward saves for backward. Call it outside of both."
         )
-    recorded, observed = _Recorded(given), Observed()
-    with torch.random.fork_rng(devices=[]):
-        out = tape.run(function, args, own_arguments(kwargs), recorded, "none", observed)
+    recorded, observed = _Recorded(wanted), Observed()
+    own = own_arguments(kwargs)
+    given = (*args, *own.values())
+    with Rollback(function, *given, tensors=tensors_behind(given)) as rollback, rollback.watching():
+        out = tape.run(function, args, own, recorded, "none", observed)
     held = observed.held()
     del out
     rows = []

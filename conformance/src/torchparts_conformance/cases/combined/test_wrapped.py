@@ -39,7 +39,7 @@ def _clean(name):
     ),
     rationale="checkpointing may change when values are computed, but never the values",
     since="0.1.0",
-    profile="core",
+    profile="robust",
 )
 def test_wrapper_with_a_policy_trains_as_plain(parts, device):
     """Three steps with dropout give the same losses, gradients and parameters."""
@@ -56,7 +56,7 @@ def test_wrapper_with_a_policy_trains_as_plain(parts, device):
     ),
     rationale="a tracker only observes",
     since="0.1.0",
-    profile="core",
+    profile="robust",
 )
 def test_tracking_changes_nothing(parts, device):
     """A tracker around each step changes no losses, gradients or parameters."""

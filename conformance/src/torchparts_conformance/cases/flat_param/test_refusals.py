@@ -16,7 +16,7 @@ from torchparts_conformance.cases.flat_param._builds import holder, make_handle
     text="Integer parameters MUST be refused.",
     rationale="_flat_param.py fixes the sentence",
     since="0.1.0",
-    profile="core",
+    profile="robust",
 )
 def test_integer_parameters_are_refused(part, device):
     """Integers have no gradient."""
@@ -31,7 +31,7 @@ def test_integer_parameters_are_refused(part, device):
     text="A handle MUST refuse parameters of different dtypes and name both.",
     rationale="_flat_param.py fixes the sentence",
     since="0.1.0",
-    profile="core",
+    profile="robust",
 )
 def test_mixed_dtypes_are_refused(part, device):
     """Both dtypes are named."""
@@ -46,7 +46,8 @@ def test_mixed_dtypes_are_refused(part, device):
     "FP-017",
     level="MUST",
     text="A handle without original parameters MUST refuse to mix frozen and trainable ones.",
-    rationale="_flat_param.py fixes the sentence",
+    source="torch.distributed.fsdp.FullyShardedDataParallel",
+    quote="parameters that are all frozen or all non-frozen",
     since="0.1.0",
     profile="core",
 )

@@ -263,7 +263,7 @@ def test_metadata_with_alignment_in_mixed_precision(part, device):
     "FP-012",
     level="MUST",
     text="Shard metadata MUST be right for any range, also beyond the end.",
-    rationale="torch's own later test test_flat_param_shard_metadata_unaligned",
+    source="test_flat_param_shard_metadata_unaligned",
     since="0.1.0",
     profile="core",
 )
@@ -284,6 +284,8 @@ def test_metadata_without_alignment(part, device):
         "of the parameters."
     ),
     rationale="an optimizer on the flat parameter uses only this gradient",
+    source="torch.distributed.fsdp._flat_param.FlatParamHandle._use_unsharded_grad_views",
+    quote="set to be views into the unsharded flat parameter's gradient",
     since="0.1.0",
     profile="core",
 )
@@ -306,6 +308,8 @@ def test_gradients_reach_the_flat_parameter(part, device):
         "flat parameter."
     ),
     rationale="otherwise one all-gather cannot restore the flat parameter",
+    source="torch.distributed.fsdp._flat_param.FlatParameter",
+    quote="right-hand-side padding for divisibility by the world size",
     since="0.1.0",
     profile="core",
 )
@@ -347,6 +351,8 @@ def _cycle(part: Any, rank: int, world_size: int) -> list[bool]:
     level="MUST",
     text="Unshard MUST give each rank the whole flat parameter, and reshard its own shard again.",
     rationale="every user of a handle without the wrapper runs this cycle",
+    source="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard",
+    quote="all-gathering the flat parameter and switching to using the unsharded flat parameter",
     since="0.1.0",
     profile="core",
 )

@@ -293,7 +293,7 @@ def test_hooks_in_recompute(part, device):
     ),
     rationale="test_ac lists the events before these; torch 2.13 emits the two closing ones",
     since="0.1.0",
-    profile="core",
+    profile="robust",
 )
 def test_closing_events(part, device):
     """Modules without gradients at their inputs are left at the end, from inside to outside."""

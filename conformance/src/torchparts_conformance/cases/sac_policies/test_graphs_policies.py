@@ -103,7 +103,8 @@ def test_function_saves_products(part, device):
     "SP-029",
     level="MUST",
     text="A list of operators MUST be accepted as a policy that saves these operators.",
-    rationale="documented form of torch.utils.checkpoint.create_selective_checkpoint_contexts",
+    source="torch.utils.checkpoint.create_selective_checkpoint_contexts",
+    quote="If a list of operations is provided, it is equivalent to a policy",
     since="0.1.0",
     profile="core",
 )

@@ -55,24 +55,6 @@ def _run(
         raise
 
 
-class _RefusesDDP:
-    """An attribute that only DistributedDataParallel reads, before it changes anything.
-
-    It broadcasts rank 0's parameters, which are other pieces than those of the other ranks. Names
-    that a user sets on the module are returned instead, so that DDP can ignore all units.
-    """
-
-    def __get__(self, module: nn.Module | None, owner: type) -> _RefusesDDP:
-        if module is None:
-            return self
-        raise StateError(
-            f"flat_param.fully_shard: DistributedDataParallel is called with {owner.__name__}, "
-            "but it would overwrite each rank's piece by that of rank 0. Leave DDP out, since "
-            "backward reduces gradients already; with accelerate, pass only the optimizer and "
-            "the data to prepare()."
-        )
-
-
 class ShardedModule(nn.Module):
     """What `fully_shard` adds to a module's class. Do not create it by hand.
 
@@ -84,7 +66,6 @@ class ShardedModule(nn.Module):
     # Attributes of FSDP2's modules: transformers' generate() keeps ranks in step, dynamo compiles.
     _is_fsdp_managed_module: ClassVar[bool] = True
     _fsdp_use_orig_params: ClassVar[bool] = True
-    _ddp_params_and_buffers_to_ignore: ClassVar[Any] = _RefusesDDP()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with whole parameters. Collective."""

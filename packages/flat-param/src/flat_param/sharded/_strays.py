@@ -1,6 +1,9 @@
-"""Find trainable parameters that were added after `fully_shard` and belong to no unit.
+"""Checks of registrations, in torch's public hooks.
 
-A forward looks for them only if a module or a parameter was registered since the last one.
+- A trainable parameter that was added after `fully_shard` belongs to no unit. A forward looks for
+  such parameters only if a module or a parameter was registered since the last one.
+- DistributedDataParallel registers the module that it wraps before it communicates. If a sharded
+  parameter is inside, at any depth, the registration raises.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch.nn.modules.module import (
 
 from .._errors import StateError
 from ..buffers._dtensors import is_dtensor
+from ._param_piece import piece_of
 from ._unit import Unit
 
 _registrations = [0]
@@ -31,8 +35,23 @@ def watch_registrations() -> None:
 
 
 def _count(module: nn.Module, name: str, registered: Any) -> None:
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        _refuse_ddp(module, registered)
     if not torch.compiler.is_compiling():  # traced, it would be compiled anew in each call
         _registrations[0] += 1
+
+
+def _refuse_ddp(ddp: Any, module: Any) -> None:
+    named = module.named_parameters() if isinstance(module, nn.Module) else ()
+    for name, param in named:
+        if piece_of(param) is not None and name not in ddp.parameters_to_ignore:
+            raise StateError(
+                f"flat_param.fully_shard: DistributedDataParallel is called with "
+                f"{type(module).__name__}, whose parameter '{name}' is sharded, but it would "
+                "overwrite each rank's piece by that of rank 0. Leave DDP out, since backward "
+                "reduces gradients already, and call fully_shard on the whole module; with "
+                "accelerate, pass only the optimizer and the data to prepare()."
+            )
 
 
 def check_strays(function: str, module: nn.Module, units: Iterable[Unit]) -> None:

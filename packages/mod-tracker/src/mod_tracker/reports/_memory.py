@@ -15,7 +15,6 @@ from .._attribution import Attribution
 from .._edges import tensors_in
 from .._errors import StateError
 from .._record import Call
-from .._torch_compat import SAYS_HOOKS
 from .._tracker import ModTracker
 from ._allocations import (
     AllocationMode,
@@ -239,7 +238,7 @@ def profile_memory(
     with ModTracker(*roots) as tracker:
         attribution = tracker._attribution
         mode, saved = AllocationMode(attribution), _Saved(attribution)
-        hooks = saved_tensors_hooks(saved.pack, KeptTensor.given_back) if SAYS_HOOKS else None
+        hooks = saved_tensors_hooks(saved.pack, KeptTensor.given_back)
         try:
             with mode.following_optimizers(), measuring_storages(mode, hooks):
                 yield report

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx.traceback
@@ -21,6 +21,7 @@ from ._storages import storage_bytes as storage_bytes
 from ._storages import storage_key as storage_key
 from ._storages import storage_under as storage_under
 
+T = TypeVar("T")
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -45,6 +46,8 @@ pop_hooks: Callable[[], None] = find("_C._autograd._pop_saved_tensors_default_ho
 """Leave the saved-tensor hooks that were entered last."""
 backward_id: Callable[[], int] = find("_C._current_graph_task_id")
 """Number of the running backward, -1 outside of backward."""
+next_node_number: Callable[[], int] = find("_C._autograd._get_sequence_nr")
+"""Number of the next autograd node of this thread."""
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = find(
     "_C._autograd._unsafe_set_version_counter"
 )
@@ -156,3 +159,28 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def in_fake_mode() -> bool:
     """Whether a FakeTensorMode is entered."""
     return _mode_of(_MODE_KEYS.FAKE) is not None
+
+
+is_measured: Callable[[], Any] = functools.partial(
+    vars(find("autograd.graph")).get, "recompute_callbacks"
+)
+"""Whether someone wants to know of recomputation; see `announced`."""
+
+
+def announced(number: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call a function that repeats a forward, and say so to those who measure.
+
+    They put their functions into `torch.autograd.graph.recompute_callbacks`. Each is called with
+    the number here, and with None at the end.
+
+    Args:
+        number: autograd's number of a node that the code created in the forward; -1 if unknown.
+    """
+    callbacks = getattr(torch.autograd.graph, "recompute_callbacks", ())
+    for callback in callbacks:
+        callback(number)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        for callback in callbacks:
+            callback(None)

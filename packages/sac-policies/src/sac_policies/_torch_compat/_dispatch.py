@@ -20,6 +20,8 @@ from . import FAKE_TENSOR, find
 
 __all__ = ["is_wrapper"]
 
+_disabled_dispatch = find("_C._disabled_torch_dispatch_impl")
+
 _exclude = find("_C._ExcludeDispatchKeyGuard")
 _set_excluded = find("_C._SetExcludeDispatchKeyGuard")
 _KEYS = find("_C.DispatchKey")
@@ -118,6 +120,15 @@ def finish(tensor: torch.Tensor) -> None:
 def boxed_call(op: Any) -> Any:
     """Return a function that calls an operator without its Python wrapper."""
     return getattr(op, "_op", op)
+
+
+def has_own_dispatch(kind: type) -> bool:
+    """Whether operators on tensors of a class run its `__torch_dispatch__`.
+
+    Most subclasses inherit the disabled one, such as those of Parameter. torch lists them among the
+    types of a call where the class, not the tensor, asks for dispatch, as for `.data`.
+    """
+    return getattr(kind, "__torch_dispatch__", _disabled_dispatch) is not _disabled_dispatch
 
 
 _LIBRARY_FILE = _library_autograd.__file__

@@ -11,6 +11,8 @@ from torch import nn
 
 _COMPILED_CALL = "_compiled_call_impl"
 """What `Module.compile` puts in the place of forward and hooks."""
+CALL_PLACES = frozenset({"forward", _COMPILED_CALL})
+"""Attributes that a call of a module runs."""
 
 
 def called_at(module: nn.Module) -> str:

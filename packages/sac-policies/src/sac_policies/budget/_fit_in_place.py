@@ -42,7 +42,7 @@ from ._measure import Interval, Marks, highest
 from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
 from ._sizes import Budget, format_size
 from ._solve import Infeasible
-from ._step import Limit, Loss, Step, check_order, check_step
+from ._step import Limit, Loss, Reset, Step, check_order, check_step, only_one
 
 _TRIES = 2
 """Mixtures that are measured until one fits."""
@@ -114,12 +114,14 @@ def _groups(regions: Sequence[RegionFit]) -> list[str]:
 
 def fit_(
     model: nn.Module,
-    batch: Any,
-    budget: Budget,
+    batch: Any = None,
+    budget: Budget | None = None,
     *,
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     reserve: Budget = 0,
+    make_batch: Callable[[], Any] | None = None,
+    reset: Reset | None = None,
 ) -> InPlaceFit | Infeasible:
     """Checkpoint blocks of a model in place, no more than needed for a step to fit `budget`.
 
@@ -132,10 +134,15 @@ def fit_(
     tried next. Blocks are not run again if that changes results, for instance with random numbers
     from a generator outside of torch. Collective.
 
+    Measured steps leave no trace. Parameters, buffers, gradients, attributes of modules, the batch,
+    and random numbers of torch, Python and NumPy are restored before each step and at the end, also
+    after an error. Functions of `register_post_accumulate_grad_hook` are not called; if an
+    optimizer can be reached from them, the step is measured with gradients that are freed at once.
+
     Args:
-        model: on the device it trains on, in the mode it trains in. Parameters, buffers,
-            gradients, random state, names and state dict do not change.
-        batch: a tuple of its arguments, a dict of its keyword arguments, or its one argument.
+        model: on the device it trains on, in the mode it trains in.
+        batch: a tuple of its arguments, a dict of its keyword arguments, or its one argument. Each
+            step gets a copy, which shares the tensors.
         budget: most memory that a step may take: bytes (int), "6 GiB", a fraction ("60%",
             0.6) of what it takes without checkpointing, or "device": what is free now on the
             model's accelerator, with what the model, the batch, gradients and `optimizer` have
@@ -147,15 +154,21 @@ def fit_(
             That is known for torch's elementwise optimizers; others need to have run a step.
         reserve: how much of the budget stays free, for the allocator and other programs: bytes,
             text, or a fraction of the budget.
+        make_batch: makes a batch for each measured step, in place of `batch`: for batches that
+            cannot be copied. All must have the same shapes.
+        reset: called with the model before each measured step: for state that the user resets
+            before each step and that is not in attributes of modules.
 
     Returns:
         The levels, with `undo()`. Or an `Infeasible`, which is false, with the smallest peak that
         was measured and the levels of that step; the model is then unchanged.
 
     Raises:
-        BudgetError: `model` is not a module, was fitted before or is compiled as a whole, the
-            budget does not parse or is "device" on a CPU, the optimizer's state is not known, the
-            output has no gradient, or ranks have other blocks.
+        BudgetError: `model` is not a module, has uninitialized parameters, was fitted before, is
+            being fitted or is compiled as a whole; the batch cannot be copied, or `make_batch` or
+            `reset` fails; the budget does not parse or is "device" on a CPU; the optimizer's state
+            is not known; the output has no gradient; the step itself steps an optimizer; or ranks
+            have other blocks.
 
     Example:
         >>> import torch
@@ -166,9 +179,9 @@ def fit_(
         >>> found.undo()
     """
     check_step(model, loss)
-    check_order(batch, budget)
+    budget = check_order(batch, make_batch, budget)
     limit = Limit(budget, reserve)
-    step, search = Step(model, batch, loss, optimizer), None
+    step = Step(model, batch, loss, optimizer, make_batch=make_batch, reset=reset)
     fitted = [path for path, module in model.named_modules() if is_checkpointed(module)]
     if fitted:
         raise BudgetError(
@@ -177,8 +190,9 @@ def fit_(
         )
     step.check_data()
     limit.settle(step)
+    search = None
     try:
-        with step.leaving_the_model():
+        with only_one(model), step.trials():
             step.settle_buckets()
             tried: list[Infeasible] = []
             for regions in _divisions(model, step):
@@ -212,6 +226,7 @@ class _Search:
     ) -> None:
         self._model, self._step = model, step
         check_compiled(model, regions)
+        step.restore()
         with Seen(regions) as seen:
             step.run(model)
         modules, ran = dict(regions), list(seen.operators)

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from .._errors import BudgetError, shown
 from .._tensors import is_accelerator, tensors_in
 from .._torch_compat import is_fake
+from ..trials._batches import Batches, tensors_behind
+from ..trials._rollback import Rollback
 from ._agree import check_equal, largest, largest_each
 from ._measure import Interval, Marks, Moved, free_bytes, highest, storage_bytes
 from ._optimizer import check_optimizer, existing_bytes, state_bytes
 from ._sizes import Budget, budget_bytes
 
 Loss = Callable[[Any], torch.Tensor]
+Reset = Callable[[nn.Module], object]
 BACKWARD = "backward"
 """Key of the interval from the end of forward, with the loss, until the next mark."""
 
 
 def check_step(model: object, loss: object) -> None:
-    """Raise a `BudgetError` for a model that is no module, or a loss that cannot be called."""
+    """Raise a `BudgetError` for a model that cannot be measured, or a loss that is no function."""
     if not isinstance(model, nn.Module):
         raise BudgetError(
             f"sac_policies.fit_: model {shown(model)} is a {type(model).__name__}, but the "
@@ -37,10 +43,21 @@ def check_step(model: object, loss: object) -> None:
             f"sac_policies.fit_: loss {shown(loss)} is a {type(loss).__name__}, but it is "
             "called with the model's output. Pass a function to a scalar, or leave it out."
         )
+    lazy = [name for name, each in model.named_parameters() if is_lazy(each)]
+    if lazy:
+        raise BudgetError(
+            f"sac_policies.fit_: parameter {lazy[0]!r} is not initialized, but a step that "
+            "initializes it cannot be undone. Run the model on a batch once, then call fit_."
+        )
 
 
-def check_order(batch: object, budget: object) -> None:
-    """Raise a `BudgetError` if budget and batch are in the wrong order, or for a loader."""
+def check_order(batch: object, make_batch: object, budget: Budget | None) -> Budget:
+    """Return the budget.
+
+    Raises:
+        BudgetError: batch and budget are missing or in the wrong order, the batch is a loader, or
+            there are two sources of batches.
+    """
     if isinstance(batch, (str, float)) and not isinstance(budget, (str, int, float)):
         raise BudgetError(
             f"sac_policies.fit_: batch is {shown(batch)} and budget is {shown(budget)}, but the "
@@ -51,6 +68,50 @@ def check_order(batch: object, budget: object) -> None:
             f"sac_policies.fit_: batch {shown(batch)} is a {type(batch).__name__}, but one batch "
             "is measured. Pass next(iter(loader))."
         )
+    if not (make_batch is None or callable(make_batch)):
+        raise BudgetError(
+            f"sac_policies.fit_: make_batch {shown(make_batch)} is a {type(make_batch).__name__}, "
+            "but it is called before each measured step. Pass a function that returns a batch, or "
+            "the batch itself as batch=."
+        )
+    if (batch is None) is (make_batch is None):
+        raise BudgetError(
+            f"sac_policies.fit_: {'no batch' if batch is None else 'batch and make_batch'} is "
+            "passed, but a step needs one source of batches. Pass batch, or make_batch=, a "
+            "function that makes one."
+        )
+    if budget is None:
+        raise BudgetError(
+            'sac_policies.fit_: budget is missing. Pass bytes, "6 GiB", or a share of the plain '
+            'step such as "60%".'
+        )
+    return budget
+
+
+_being_fitted = WeakSet[nn.Module]()
+_lock = threading.Lock()
+
+
+@contextmanager
+def only_one(model: nn.Module) -> Iterator[None]:
+    """Note that a model is being fitted.
+
+    Raises:
+        BudgetError: one of its modules is being fitted, by another thread or around this call.
+    """
+    modules = set(model.modules())
+    with _lock:
+        if not modules.isdisjoint(_being_fitted):
+            raise BudgetError(
+                "sac_policies.fit_: the model is being fitted, by another thread or by a call that "
+                "has not returned, but its steps are measured one after another. Wait for it."
+            )
+        _being_fitted.update(modules)
+    try:
+        yield
+    finally:
+        with _lock:
+            _being_fitted.difference_update(modules)
 
 
 class Step:
@@ -62,13 +123,16 @@ class Step:
             of its keyword arguments, or its one argument.
         loss: from its output to a scalar; by default its own loss, else the sum of its tensors.
         optimizer: its state is in memory during each step.
+        make_batch: makes the batch of each step; then `batch` is not used.
+        reset: called with the model before each step.
 
     Attributes:
         model: the model.
         device: of its parameters.
 
     Raises:
-        BudgetError: `optimizer` is not an optimizer, or its state is not known.
+        BudgetError: `optimizer` is not an optimizer, or its state is not known; or there is no
+            batch for each step, see `Batches`.
     """
 
     def __init__(
@@ -77,41 +141,76 @@ class Step:
         batch: Any,
         loss: Loss | None,
         optimizer: torch.optim.Optimizer | None = None,
+        *,
+        make_batch: Callable[[], Any] | None = None,
+        reset: Reset | None = None,
     ) -> None:
-        self.model, self._optimizer = model, optimizer
+        self.model, self._optimizer, self._reset = model, optimizer, reset
         self._loss = loss or self._default_loss
-        self._args = batch if isinstance(batch, tuple) else ()
-        self._kwargs = dict(batch) if isinstance(batch, Mapping) else {}
-        if not isinstance(batch, (tuple, Mapping)):
-            self._args = (batch,)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if optimizer is not None:
             check_optimizer(optimizer, self.device)
+        self._batches = Batches(batch, make_batch)
+        roots = [model] if loss is None else [model, loss]
+        self._rollback = Rollback(*roots, tensors=tensors_behind(batch))
 
-    def loss(self, call: Callable[..., Any]) -> torch.Tensor:
-        """Run a forward through `call`; return the loss."""
-        # Each step draws the same numbers, since routing and dropout affect its memory.
-        torch.manual_seed(0)
-        return self._loss(call(*self._args, **self._kwargs))
+    @contextmanager
+    def trials(self) -> Iterator[None]:
+        """Let steps run; restore at the end, also after an interrupt, what they changed.
 
-    def run(self, call: Callable[..., Any], marks: Marks | None = None) -> None:
+        Raises:
+            BudgetError: `make_batch` or `reset` raises, or the shapes of batches differ.
+        """
+        with self._rollback:
+            for _ in range(2):
+                self._prepare()
+            self.check_data()
+            yield
+
+    def restore(self) -> None:
+        """Put everything into the state before the last step."""
+        self._rollback.restore()
+
+    def _prepare(self) -> None:
+        """Put everything into the state before a step: it draws the same numbers each time."""
+        self._rollback.restore()
+        if self._reset is not None:
+            try:
+                self._reset(self.model)
+            except Exception as error:
+                raise BudgetError(
+                    f"sac_policies.fit_: reset raised {type(error).__name__}: {error}. It is "
+                    "called with the model before each measured step; pass a function that takes "
+                    "the model."
+                ) from error
+        self._batches.next()
+        torch.manual_seed(0)  # routing and dropout affect a step's memory
+
+    def run(self, call: Callable[..., Any]) -> None:
         """Run a forward through `call`, and backward; gradients are not accumulated."""
-        self._clear()
-        loss = self.loss(call)
-        if marks is not None:
-            marks.mark(BACKWARD)
-        loss.backward()
+        self._prepare()
+        self._run(call)
+
+    def _run(self, call: Callable[..., Any], marks: Marks | None = None) -> None:
+        with self._rollback.watching():
+            loss = self._loss(call(*self._batches.args, **self._batches.kwargs))
+            self._rollback.before_backward(loss)
+            if marks is not None:
+                marks.mark(BACKWARD)
+            loss.backward()
 
     def peak(self, call: Callable[..., Any]) -> int:
         """Run a step; return its peak in bytes, the maximum over ranks. Collective."""
+        self._prepare()
         self._settle()
-        found = Marks(self.device).intervals(lambda: self.run(call))
+        found = Marks(self.device).intervals(lambda: self._run(call))
         return largest(self._resident() + highest(found))
 
     def forward(self) -> Any:
         """Run a forward alone; return its output."""
-        torch.manual_seed(0)
-        return self.model(*self._args, **self._kwargs)
+        self._prepare()
+        with self._rollback.watching():
+            return self.model(*self._batches.args, **self._batches.kwargs)
 
     def settle_buckets(self) -> None:
         """Run a step in which DDP makes the buckets that it keeps. Collective.
@@ -129,8 +228,9 @@ class Step:
         The interval `BACKWARD` begins at the end of forward; only the interval before it has
         `freed`.
         """
+        self._prepare()
         self._settle()
-        own = marks.intervals(lambda: self.run(call, marks))
+        own = marks.intervals(lambda: self._run(call, marks))
         keys = [each.key for each in own]
         check_equal(repr(keys), what="order of blocks")
         rows = [(one.grown, one.most, one.ns, *one.moved) for one in own]
@@ -170,8 +270,7 @@ class Step:
             )
 
     def _tensors(self) -> list[torch.Tensor]:
-        batch = tensors_in((self._args, self._kwargs))
-        return [*self.model.parameters(), *self.model.buffers(), *batch]
+        return [*self.model.parameters(), *self.model.buffers(), *self._batches.tensors]
 
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer's state during a step."""
@@ -182,34 +281,11 @@ class Step:
 
     def _settle(self) -> None:
         """Free leftover memory of the previous step."""
-        self._clear()
         if is_accelerator(self.device):
             # A device's backward thread frees a graph when it starts the next one, here an empty
             # one.
             none = torch.zeros(0, device=self.device, requires_grad=True)
             torch.autograd.grad(none * 1.0, none, grad_outputs=none.detach())
-
-    def _clear(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None
-
-    @contextmanager
-    def leaving_the_model(self) -> Iterator[None]:
-        """Restore gradients, buffers and random state at the end, also after an interrupt."""
-        grads = [(p, p.grad) for p in self.model.parameters()]
-        buffers = [(b, b.clone()) for b in self.model.buffers()]
-        forked: dict[str, Any] = {"devices": []}
-        if is_accelerator(self.device):
-            forked = {"devices": [self.device], "device_type": self.device.type}
-        try:
-            with torch.random.fork_rng(**forked), torch.enable_grad():
-                yield
-        finally:
-            try:
-                _put_back(grads, buffers)
-            except BaseException:  # also Ctrl-C, once
-                _put_back(grads, buffers)
-                raise
 
     def _default_loss(self, out: Any) -> torch.Tensor:
         own = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
@@ -222,17 +298,6 @@ class Step:
                 "gradient, but a step ends in backward. Pass loss=, from the output to a scalar."
             )
         return torch.stack([tensor.sum().float() for tensor in tensors]).sum()
-
-
-def _put_back(
-    grads: list[tuple[nn.Parameter, torch.Tensor | None]],
-    buffers: list[tuple[torch.Tensor, torch.Tensor]],
-) -> None:
-    for parameter, grad in grads:
-        parameter.grad = grad
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
 
 
 class Limit:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._torch_compat import FAKE_TENSOR
+from .._torch_compat._switches import Switches
 from ._aliasing import is_dense
 
 LEAST_ELEMENTS = 1024
@@ -17,12 +18,13 @@ LEAST_ELEMENTS = 1024
 class _Unpack:
     """Restores a mask from its bits; on the tape it is the operator of a call."""
 
-    __slots__ = ("call", "lists", "op", "positions", "shares")
+    __slots__ = ("call", "lists", "op", "positions", "shares", "switches")
 
     def __init__(self, call: Callable[..., torch.Tensor]) -> None:
         self.op = "the bits of a mask"
         self.call = call
         self.shares = False
+        self.switches: Switches | None = None
         self.positions: tuple[int, ...] = (0,)
         self.lists: tuple[int, ...] = ()
 

@@ -6,8 +6,8 @@ Short lists name the operators with a wrong schema.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Protocol
 from weakref import ref
 
@@ -15,13 +15,15 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .._torch_compat._dispatch import boxed_call, is_called_by_library
+from .._torch_compat._switches import switches_of
 from ..policies._decisions import Decision
-from ..policies._operators import BATCH_NORMS, STATISTICS, Facts, facts_of
+from ..policies._operators import BATCH_NORMS, RNNS, STATISTICS, Facts, facts_of
+from ..policies._per_policy import PerPolicy
 from ..policies._policies import DEPENDS, Constant, Policy
 from ..policies._views import Operator
 from ._aliasing import UNVERSIONED, tensors_among, version_of
 from ._fsdp import RANGE_OPS
-from ._values import Call, Item, Seen, Value
+from ._values import Known, OpCall, Result, Value
 
 
 class Tape(Protocol):
@@ -33,7 +35,7 @@ class Tape(Protocol):
         records_views: whether views of held tensors are recorded.
     """
 
-    known: dict[int, Seen]
+    known: dict[int, Known]
     note_gone: Callable[[Any], None]
     records_views: bool
 
@@ -52,7 +54,9 @@ class Tape(Protocol):
     def note_mask(self, mask: torch.Tensor, version: int) -> None:
         """Hold a mask as bits."""
 
-    def before_write(self, written: list[torch.Tensor], *, is_seen: bool = True) -> None:
+    def before_write(
+        self, written: list[torch.Tensor], unseen: Sequence[torch.Tensor] = ()
+    ) -> None:
         """Forget tensors of storages that will be written; copy the ones held by values."""
 
     def note_unversioned(self, written: list[torch.Tensor]) -> None:
@@ -62,6 +66,9 @@ class Tape(Protocol):
         self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Count a call, and return whether the policy keeps its result."""
+
+    def mark_like(self, base: torch.Tensor, out: Any) -> None:
+        """Offload what shares memory with a tensor that is to be offloaded, in its place."""
 
     def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
         """Record nothing while FSDP gathers or frees parameters."""
@@ -82,11 +89,10 @@ _UNDEFINED = frozenset(
         "lift_fresh",
         "_ctc_loss",
         "_cudnn_ctc_loss",
-        "mkldnn_rnn_layer",
+        "linalg_lstsq",
     )
 )
-"""Not functional: their result is uninitialised, reads past its argument, or depends on whether
-gradients are on."""
+"""Not functional: their result is uninitialised or reads past its argument."""
 _UNSAFE_VIEWS = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"))
 """Their results share memory with the argument, which the schema does not say."""
 _RESIZES = frozenset(("set_", "resize_", "resize_as_", "_resize_output_"))
@@ -112,6 +118,7 @@ class Recorder:
         answer: the policy's constant answer.
         asks: whether each call is counted, and the policy is called after it.
         shares: whether its results share memory with its first argument.
+        switches: process-wide switches that choose its kernel.
         positions: of arguments that may be tensors.
         lists: positions of arguments that are lists of tensors.
         why: reason why its results are held although the policy does not keep them.
@@ -130,6 +137,7 @@ class Recorder:
         "positions",
         "run",
         "shares",
+        "switches",
         "why",
     )
 
@@ -147,6 +155,7 @@ class Recorder:
         self._short = "" if schema is None else schema.name.partition("::")[2]
         self.shares = self.facts.is_view or (self.is_aten and self._short in _UNSAFE_VIEWS)
         self._is_view = self.facts.is_view
+        self.switches = switches_of(self._short) if self.is_aten else None
         self.positions, self.lists = _tensor_positions(schema)
         self.run, self.why = self._kind(schema)
 
@@ -175,9 +184,11 @@ class Recorder:
         if self.op.namespace == "c10d":
             return self._collective, "a collective is not run again"
         if self.op in BATCH_NORMS:
-            return self._batch_norm, "batch norm writes running statistics"
+            return self._batch_norm, "the statistics of a batch are held"
         if self.facts.writes:
             return self._kind_of_write(schema)
+        if self.op in RNNS:
+            return self._rnn, ""
         if self.facts.random:
             if self.facts.dropout is not None:
                 return self._attention, "random numbers are not drawn again"
@@ -232,7 +243,7 @@ class Recorder:
         version = 0
         if self.shares:
             seen = tape.known.get(id(args[0]))
-            if (seen is None or seen.value.held is not None) and not tape.records_views:
+            if (seen is None or seen.value.held is not None) and self._stays_held(tape, args, out):
                 return out
             version = version_of(args[0]) if self._is_view else 0
         # DTensor makes views in autograd functions.
@@ -247,7 +258,7 @@ class Recorder:
         ):
             value = self._recorded(tape, args, kwargs)
             if version != UNVERSIONED:
-                seen = Seen(out, tape.note_gone)
+                seen = Known(out, tape.note_gone)
                 seen.key, seen.value, seen.version = id(out), value, version
                 tape.known[seen.key] = seen
         return out
@@ -265,12 +276,22 @@ class Recorder:
             return out
         if self.shares:
             seen = tape.known.get(id(args[0]))
-            if (seen is None or seen.value.held is not None) and not tape.records_views:
+            if (seen is None or seen.value.held is not None) and self._stays_held(tape, args, out):
                 return out
         is_recorded = _is_grad_enabled() or self._is_view or self._is_called_by_library()
         if is_recorded and type(out) in (tuple, list):
             self._note_items(tape, args, kwargs, out)
         return out
+
+    def _stays_held(self, tape: Tape, args: tuple[Any, ...], out: Any) -> bool:
+        """Whether a result that shares memory of a held tensor is held itself, if it is read.
+
+        An unsafe view has a version counter of its own, which its base does not show.
+        """
+        if self._is_view:
+            return not tape.records_views
+        tape.mark_like(args[0], out)
+        return True
 
     def _note_items(
         self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -287,7 +308,7 @@ class Recorder:
                 dtype = each.dtype
                 exact = not (dtype.is_floating_point or dtype.is_complex)
                 if self._is_view or not (exact and self._cuts(args, dtype)):
-                    item = Item(call, at)
+                    item = Result(call, at)
                     tape.note(each, item, version)
             call.items.append(None if item is None else ref(item))
 
@@ -311,13 +332,39 @@ class Recorder:
         return self._several(tape, args, kwargs)
 
     def _batch_norm(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record batch norm that only reads its statistics."""
-        if args[STATISTICS.stop]:
-            statistics = [each for each in args[STATISTICS] if isinstance(each, torch.Tensor)]
-            tape.before_write(statistics, is_seen=False)
-            tape.note_unversioned(statistics)
-            return self._held(tape, args, kwargs)
-        return (self._held if self.keeps else self._several)(tape, args, kwargs)
+        """Record batch norm without its running statistics, which forward updates once.
+
+        A batch's own statistics are held: they are small, and backward reads them.
+        """
+        if not args[STATISTICS.stop]:
+            return (self._held if self.keeps else self._several)(tape, args, kwargs)
+        statistics = [each for each in args[STATISTICS] if isinstance(each, torch.Tensor)]
+        tape.before_write(statistics, statistics)
+        tape.note_unversioned(statistics)
+        out = self.call(*args, **kwargs)
+        if self.asks and tape.decide(self, out, args, kwargs):
+            return out
+        if _is_grad_enabled() and not self.keeps:
+            before, after = args[: STATISTICS.start], args[STATISTICS.stop :]
+            call = self._recorded(tape, (*before, None, None, *after), kwargs)
+            normalized = Result(call, 0)
+            call.items = [ref(normalized), *[None] * (len(out) - 1)]
+            tape.note(out[0], normalized, 0)
+        return out
+
+    def _rnn(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a fused RNN, also its workspace of integers, which backward reads."""
+        out = self.call(*args, **kwargs)
+        if self.asks and tape.decide(self, out, args, kwargs):
+            return out
+        if _is_grad_enabled() and not self.keeps:
+            call = self._recorded(tape, args, kwargs)
+            call.recorder = WithGradients(self)
+            items = [Result(call, at) for at in range(len(out))]
+            call.items = [ref(item) for item in items]
+            for item, each in zip(items, out, strict=True):
+                tape.note(each, item, 0)
+        return out
 
     def _mask(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._held(tape, args, kwargs)
@@ -338,10 +385,10 @@ class Recorder:
         return self._held(tape, args, kwargs)
 
     def _written(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        written, is_seen = self.facts.written(args, kwargs), self.facts.returns_written
-        tape.before_write(written, is_seen=is_seen)
-        if not is_seen:  # such as the noise of rrelu, which its node saves first
-            tape.note_unversioned(written)
+        unseen = self.facts.written_unseen(args, kwargs)
+        tape.before_write(self.facts.written(args, kwargs), unseen)
+        if unseen:  # such as the noise of rrelu, which its node saves first
+            tape.note_unversioned(unseen)
         return self._held(tape, args, kwargs)
 
     def _written_unseen(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -372,7 +419,7 @@ class Recorder:
 
     def _recorded(
         self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], copies: bool = False
-    ) -> Call:
+    ) -> OpCall:
         inputs: list[Value] = []
         values, count, known = list(args), len(args), tape.known
         for at in self.positions:
@@ -394,7 +441,10 @@ class Recorder:
         named = None
         if kwargs:
             named = {name: _listed(tape, arg, inputs) for name, arg in kwargs.items()}
-        return Call(self, values, named, inputs, copies)
+        call = OpCall(self, values, named, inputs, copies)
+        if self.switches is not None:
+            call.states = self.switches.read()
+        return call
 
     def _is_called_by_library(self) -> bool:
         return not self.is_aten and is_called_by_library(4)
@@ -404,6 +454,22 @@ class Recorder:
         if dtype is torch.bool:
             return False
         return any(each.is_floating_point() for each in tensors_among(args))
+
+
+class WithGradients:
+    """An operator that returns what its backward needs only while gradients are on."""
+
+    __slots__ = ("call", "lists", "op", "positions", "shares", "switches")
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.call: Callable[..., Any] = partial(_called_with_gradients, recorder.call)
+        self.op, self.shares, self.switches = recorder.op, recorder.shares, recorder.switches
+        self.positions, self.lists = recorder.positions, recorder.lists
+
+
+def _called_with_gradients(call: Callable[..., Any], *args: Any) -> Any:
+    with torch.enable_grad():
+        return call(*args)
 
 
 def _listed(tape: Tape, arg: Any, inputs: list[Value]) -> Any:
@@ -445,18 +511,14 @@ class Table:
         runs: what runs the calls of an operator, by `id`: hashing an operator runs Python.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy, self.offloads = policy, policy.offloads
+    def __init__(self) -> None:
         self.runs: dict[int, Run] = {}
         self.recorders: dict[Operator, Recorder] = {}
 
-    def run_of(self, op: Operator) -> Run:
-        recorder = self.recorders.get(op) or Recorder(op, self.policy)
+    def run_of(self, op: Operator, policy: Policy) -> Run:
+        recorder = self.recorders.get(op) or Recorder(op, policy)
         self.recorders[op], self.runs[id(op)] = recorder, recorder.run
         return recorder.run
 
 
-@lru_cache(maxsize=256)
-def table_of(policy: Policy) -> Table:
-    """Return the table of a policy; equal policies share one."""
-    return Table(policy)
+tables = PerPolicy(Table)

@@ -10,9 +10,9 @@ import torch
 from .._torch_compat import saved_tensor_hooks
 from ..policies._modules import root_of
 from ..policies._policies import Policy
-from ..policies._unmatched import Watch, watch_of
+from ..policies._unmatched import watches
 from ._observed import Observed
-from ._recorders import Table, table_of
+from ._recorders import Table, tables
 from ._tape import Region, Tape, tape_here
 
 
@@ -40,11 +40,11 @@ def run(
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    watch, table = _known(policy)
+    watch = watches.of(policy)
     is_new = watch.is_new(function)
     checks = check == "bits" or (is_new and check == "default")
     # In the first forward, a new table lists only the operators of this region, for warnings.
-    table = Table(policy) if is_new else table
+    table = Table() if is_new else tables.of(policy)
     region = Region(policy, table, watch, root_of(function), checks, observer)
     hooks = saved_tensor_hooks()
     tape = tape_here(hooks)
@@ -57,17 +57,5 @@ def run(
     finally:
         watch.running -= 1
     if is_new or watch.open:
-        watch.forward_ended(region.seen(), function)
+        watch.forward_ended(policy, region.seen(), function)
     return out
-
-
-def _known(policy: Policy) -> tuple[Watch, Table]:
-    """Return the watch and the table of a policy; usually those of the previous region."""
-    global _last
-    last = _last
-    if last[0] is not policy:
-        last = _last = policy, watch_of(policy), table_of(policy)
-    return last[1], last[2]
-
-
-_last: tuple[Any, Any, Any] = None, None, None

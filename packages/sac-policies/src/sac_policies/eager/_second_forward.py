@@ -31,6 +31,7 @@ import torch
 from .._errors import MutationError, RecomputeError
 from .._tensors import compared_shape
 from .._torch_compat import (
+    announced,
     base_of,
     in_func_transform,
     is_fake,
@@ -167,7 +168,7 @@ class _Region:
         with self._ambient.restored(), self._around, torch.enable_grad():
             push_hooks(second.pack, _same)
             try:
-                self._function(*(tensor for tensor, _ in self._tensors))
+                announced(-1, self._function, *(tensor for tensor, _ in self._tensors))
             except Exception:
                 # A function that catches the stop may raise another error.
                 if not second.has_ended:

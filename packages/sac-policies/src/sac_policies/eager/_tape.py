@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from .._torch_compat import (
 from .._torch_compat._dispatch import (
     LETS_COMPILE,
     finish,
+    has_own_dispatch,
     is_wrapper,
     leave_checkpoints,
     no_dispatch,
@@ -41,6 +42,7 @@ from .._torch_compat._module_calls import compiled_in
 from ..policies._decisions import Decision
 from ..policies._modules import ModulePath
 from ..policies._names import NAME_OP, listening
+from ..policies._operators import facts_of
 from ..policies._policies import DEPENDS, Policy
 from ..policies._unmatched import Watch
 from ..policies._views import Operator, OpView, RegionSummary
@@ -51,10 +53,13 @@ from ._guards import Guard
 from ._masks import UNPACK, packed, takes
 from ._moved import MovedTensor, NoHostMemoryError, is_movable, leaving
 from ._observed import Observed
-from ._recorders import Recorder, Table
-from ._values import Call, Part, Replay, Seen, Value, changed, want
+from ._recorders import Recorder, Run, Table
+from ._values import Known, OpCall, Part, Replay, Value, changed, want
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
+
+SMALL_BYTES = 2**14
+"""Size up to which a region copies a tensor that code outside of regions may write to."""
 
 
 class Region:
@@ -175,12 +180,13 @@ class Tape(TorchDispatchMode):
         self._runs = region.table.runs
         self._outer = outer
         # Hooks around the region store each value once, and a view keeps its base on the device.
-        self.records_views = outer is not None or region.table.offloads
+        self.records_views = outer is not None or region.policy.offloads
         self._is_open = True
-        self.known: dict[int, Seen] = {}
-        self._gone: list[Seen] = []
+        self.known: dict[int, Known] = {}
+        self._gone: list[Known] = []
         self.note_gone = self._gone.append
         self._holders: list[ref[Value]] = []
+        self._small: list[ref[Value]] = []
         self._storages: set[int | None] | None = None
         self._ranges = Ranges()
         self._is_away = False
@@ -223,7 +229,7 @@ class Tape(TorchDispatchMode):
         """Call the function of a nested region under its own policy."""
         before = self.region
         self.region, self._runs = region, region.table.runs
-        self.records_views |= region.table.offloads
+        self.records_views |= region.policy.offloads
         try:
             with ExitStack() as until:
                 region.follow(until, self._named)
@@ -235,6 +241,9 @@ class Tape(TorchDispatchMode):
     def takes_hooks(self, hooks: Hooks | None) -> bool:
         """Whether autograd saves to this tape now."""
         return self._is_open and hooks is not None and hooks[0] == self._pack
+
+    def _run_of(self, op: Operator) -> Run:
+        return self.region.table.run_of(op, self.region.policy)
 
     def _end(self) -> None:
         """Forget all tensors; pack held tensors with the hooks around the region."""
@@ -250,7 +259,9 @@ class Tape(TorchDispatchMode):
             self.region.observer.ended(self._holders)
         outer, self._outer = self._outer, None
         if outer is None:
-            _ended.add(self)
+            if self._small:
+                self._copy_small()
+            _note_ended(self)
             return
         live = self._live_holders()
         held = [value.held for value in live]
@@ -262,6 +273,27 @@ class Tape(TorchDispatchMode):
             if value.readers and tensor is not None:
                 packed = pack(tensor)
                 value.boxed = partial(_unpacked, unpack, packed, _alias_in(packed, tensor))
+
+    def _copy_small(self) -> None:
+        """Copy small tensors that autograd does not save, so that they may be written to.
+
+        Plain autograd reads them in forward only: an annealed scale, a running average. Memory that
+        autograd saves is not copied: a write to it is an error in plain autograd, too.
+        """
+        small = [value for each in self._small if (value := each()) is not None]
+        self._small.clear()
+        read = [each for each in small if each.readers and not each.is_saved]
+        if not read:
+            return
+        with no_dispatch():
+            live = self._live_holders()
+            saved = {
+                storage_of(each.held) for each in live if each.is_saved and each.held is not None
+            }
+            for value in read:
+                held = value.held
+                if type(value) is Value and held is not None and storage_of(held) not in saved:
+                    self._copy(value, held)
 
     # Interface for recorders
 
@@ -279,7 +311,7 @@ class Tape(TorchDispatchMode):
     def note(self, tensor: torch.Tensor, value: Value, version: int) -> None:
         """Note the value of a tensor at this version; an inference tensor stays unknown."""
         if version != UNVERSIONED:
-            seen = Seen(tensor, self.note_gone)
+            seen = Known(tensor, self.note_gone)
             seen.key, seen.value, seen.version = id(tensor), value, version
             self.known[seen.key] = seen
 
@@ -300,19 +332,25 @@ class Tape(TorchDispatchMode):
         if self.region.observer is not None:
             self.region.observer.replaced(bits, mask)
         held = self._held(bits)
-        call = Call(UNPACK, [held, tuple(mask.shape), mask.stride(), mask.dtype], None, [held])
+        call = OpCall(UNPACK, [held, tuple(mask.shape), mask.stride(), mask.dtype], None, [held])
         self.note(mask, call, version)
 
-    def before_write(self, written: list[torch.Tensor], *, is_seen: bool = True) -> None:
+    def before_write(
+        self, written: list[torch.Tensor], unseen: Sequence[torch.Tensor] = ()
+    ) -> None:
         """Forget tensors of storages that will be written; copy tensors held by values.
 
-        If version counters do not show the write, tensors that autograd saved itself are not
-        copied: batch norm saves its statistics and does not read them.
+        Args:
+            written: the tensors that will be written.
+            unseen: those of them whose version counters will not show it. Tensors that autograd
+                saved itself are not copied then: an operator may save what it is about to write,
+                as rrelu does, and batch norm saves its statistics and does not read them.
         """
         if not written:
             return
         with no_dispatch():
             storages = {storage_of(each) for each in written}
+            hidden = {storage_of(each) for each in unseen}
             for key, seen in list(self.known.items()):
                 tensor = seen()
                 if tensor is not None and storage_of(tensor) in storages:
@@ -320,18 +358,20 @@ class Tape(TorchDispatchMode):
             tensor = None
             live = self._live_holders()
             for value in live:
-                if value.held is None or (value.is_alone and not is_seen):
+                if value.held is None:
                     continue
-                if storage_of(value.held) in storages:
+                storage = storage_of(value.held)
+                if storage in storages and not (value.is_alone and storage in hidden):
                     self._copy(value, value.held)
             self._holders = [ref(value) for value in live]
             for moved in (each() for each in self._moved):
                 if moved is not None:
                     moved.leave(storages)
-            for tape in list(_ended):
-                tape._before_later_write(storages, is_seen)
+            for tape in [each() for each in _ended.copy().values()]:  # others may add to it
+                if tape is not None:
+                    tape._before_later_write(storages, hidden)
 
-    def _before_later_write(self, storages: set[int | None], is_seen: bool) -> None:
+    def _before_later_write(self, storages: set[int | None], hidden: set[int | None]) -> None:
         """After this region has ended, copy its held tensors before another region writes to them.
 
         This lets running averages be replayed after the next micro-batch. Tensors that autograd
@@ -344,8 +384,10 @@ class Tape(TorchDispatchMode):
             return
         with self._lock:
             for value in self._live_holders():
-                is_skipped = value.is_saved if is_seen else value.is_alone
-                if value.held is not None and not is_skipped and storage_of(value.held) in storages:
+                storage = None if value.held is None else storage_of(value.held)
+                if value.held is None or storage not in storages:
+                    continue
+                if not (value.is_alone if storage in hidden else value.is_saved):
                     self._copy(value, value.held)
 
     def _live_holders(self) -> list[Value]:
@@ -374,9 +416,18 @@ class Tape(TorchDispatchMode):
             return False
         region.kept = True
         if answer is Decision.OFFLOAD and not recorder.shares:
-            for each in tensors_among((out,)):
-                self._marked[id(each)] = ref(each)
+            self._mark(out)
         return True
+
+    def _mark(self, out: Any) -> None:
+        for each in tensors_among((out,)):
+            self._marked[id(each)] = ref(each)
+
+    def mark_like(self, base: torch.Tensor, out: Any) -> None:
+        """Offload what shares memory with a tensor that is to be offloaded, in its place."""
+        marked = self._marked.get(id(base)) if self._marked else None
+        if marked is not None and marked() is base:
+            self._mark(out)
 
     def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
         """Record nothing while FSDP gathers or frees parameters."""
@@ -398,15 +449,20 @@ class Tape(TorchDispatchMode):
                 if _reads_freed(value):
                     self._keep(value, tensor)
 
-    def note_wrappers(self, args: tuple[Any, ...]) -> None:
-        """Note the version of each wrapper subclass whose inner tensors a call will read."""
-        for tensor in tensors_among(args):
+    def note_wrappers(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the wrapper subclasses whose inner tensors a call will read.
+
+        A wrapper that the call writes to gets its next version when the call returns.
+        """
+        written = {id(each) for each in facts_of(op).written(args, kwargs)}
+        for tensor in tensors_among((*args, *kwargs.values())):
             if type(tensor) in _PLAIN or not is_wrapper(tensor):
                 continue
             base = base_of(tensor)
             whole = tensor if base is None else base
+            version = version_of(whole) + (id(tensor) in written)
             for each in parts_of(tensor):
-                self._wholes[id(each)] = ref(each), ref(whole), version_of(whole)
+                self._wholes[id(each)] = ref(each), ref(whole), version
 
     # Holding
 
@@ -424,11 +480,15 @@ class Tape(TorchDispatchMode):
         else:
             held = tensor if is_itself else unseen_alias(tensor)
             inner = self._wholes.get(id(tensor)) if self._wholes else None
-            if inner is not None and inner[0]() is tensor:
-                value = Part(held, version, *inner[1:])
+            whole = inner[1]() if inner is not None and inner[0]() is tensor else None
+            if inner is not None and whole is not None:
+                value = Part(held, version, inner[1], max(inner[2], version_of(whole)))
                 self._holders.append(ref(value))
             else:
                 value = self._held(held, version)
+                is_constant = not (tensor.requires_grad or self.takes_fakes)
+                if is_constant and _size_of(tensor) <= SMALL_BYTES:
+                    self._small.append(ref(value))
         self.note(tensor, value, version)
         if self._marked:
             marked = self._marked.get(id(tensor))
@@ -463,7 +523,7 @@ class Tape(TorchDispatchMode):
         view = region.view(NAME_OP, index, tensor, (tensor, label), {}, label)
         answer = region.policy.decide(view)
         if region.observer is not None:
-            region.table.run_of(NAME_OP)
+            region.table.run_of(NAME_OP, region.policy)
             region.observer.called(region.table.recorders[NAME_OP], index, tensor)
         if answer is None or not answer.keeps:
             return
@@ -537,8 +597,7 @@ class Tape(TorchDispatchMode):
             self._start_copies()
         if self.region.checks and value.guard is None and value.made_by is not None:
             with no_dispatch():
-                is_dense = tensor.layout is torch.strided and not tensor.is_nested
-                if value.held is None and is_dense and not is_fake(tensor):
+                if value.held is None and _is_comparable(tensor):
                     value.guard = Guard(_resolved(tensor))
         return value
 
@@ -586,8 +645,8 @@ def _dispatch(
                 continue
             if kind is FAKE_TENSOR:
                 return func(*args, **kwargs) if kwargs else func(*args)
-            if kind not in _PLAIN:
-                self.note_wrappers((*args, *(kwargs or {}).values()))
+            if kind not in _PLAIN and has_own_dispatch(kind):
+                self.note_wrappers(func, args, kwargs or {})
                 return NotImplemented
     if self._gone:
         self.forget_gone()
@@ -595,7 +654,7 @@ def _dispatch(
         out = func(*args, **kwargs) if kwargs else func(*args)
         self.follow_range(func, args)
         return out
-    run = self._runs.get(id(func)) or self.region.table.run_of(func)
+    run = self._runs.get(id(func)) or self._run_of(func)
     return run(self, args, kwargs or {})
 
 
@@ -616,8 +675,13 @@ def tape_here(hooks: Hooks | None) -> Tape | None:
     return tape if tape is not None and tape.takes_hooks(hooks) else None
 
 
-_ended: WeakSet[Tape] = WeakSet()
-"""Tapes of regions that have ended, while backward may need them."""
+_ended: dict[int, ref[Tape]] = {}
+"""Tapes of regions that have ended, while backward may need them; of all threads."""
+
+
+def _note_ended(tape: Tape) -> None:
+    at = id(tape)
+    _ended[at] = ref(tape, lambda _: _ended.pop(at, None) and None)
 
 
 def _nothing() -> None:
@@ -656,6 +720,17 @@ def differs(value: Value) -> RecomputeError:
         "the operator is not deterministic. Save its result by the policy, or change the tensor "
         'after backward. determinism_check="none" turns the comparison off.'
     )
+
+
+def _size_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor as if it were dense; sparse tensors have no `nbytes`."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_comparable(tensor: torch.Tensor) -> bool:
+    """Whether the bits of a tensor are there and defined: a workspace of bytes has padding."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return is_dense and tensor.dtype is not torch.uint8 and not is_fake(tensor)
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,12 @@
-"""Track the running module with torch's global forward hooks."""
+"""Track the running module with torch's global forward hooks.
+
+The hooks also run for modules of other threads, which they ignore.
+"""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -43,6 +47,7 @@ class ModulePath:
         self._running = [""]
         self.known = frozenset(self._names.values())
         self._hooks = ExitStack()
+        self._thread = threading.get_ident()
 
     @property
     def now(self) -> str:
@@ -71,8 +76,10 @@ class ModulePath:
 
     def _start(self, module: nn.Module, args: Any) -> None:
         del args
-        self._running.append(self._names.get(id(module), self._running[-1]))
+        if threading.get_ident() == self._thread:
+            self._running.append(self._names.get(id(module), self._running[-1]))
 
     def _stop(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
-        self._running.pop()
+        if threading.get_ident() == self._thread:
+            self._running.pop()

@@ -32,6 +32,13 @@ BATCH_NORMS = frozenset(
 )
 """Given running statistics, and after them whether they are written to: no schema says so."""
 STATISTICS = slice(3, 5)
+_UNDECLARED = frozenset(
+    ("batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts")
+)
+"""Operators that write running statistics, which their schemas do not say."""
+_RUNNING = frozenset(("running_mean", "running_var"))
+RNNS = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
+"""Fused RNNs without random numbers; with gradients off they return no workspace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,8 @@ class Facts:
     Attributes:
         bookkeeping: not part of the region's work: returns no tensor, or runs for torch itself.
         writes: (position or None, name) of every argument it writes to.
-        returns_written: whether it returns a tensor that it writes to.
+        unseen: those of them that it does not return, while it returns others: their version
+            counters do not show the write.
         random: whether it may advance a random number generator.
         dropout: position of an argument `dropout_p`, None without one.
         is_view: whether its result is a view of an input, or it turns an input into a view with
@@ -50,23 +58,18 @@ class Facts:
 
     bookkeeping: bool = False
     writes: tuple[tuple[int | None, str], ...] = ()
-    returns_written: bool = False
+    unseen: tuple[tuple[int | None, str], ...] = ()
     random: bool = False
     dropout: int | None = None
     is_view: bool = False
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Return the tensors this call writes to."""
-        found = (
-            kwargs.get(name) if at is None or at >= len(args) else args[at]
-            for at, name in self.writes
-        )
-        return [
-            each
-            for value in found
-            for each in (value if isinstance(value, (list, tuple)) else (value,))
-            if isinstance(each, torch.Tensor)
-        ]
+        return _tensors_at(self.writes, args, kwargs)
+
+    def written_unseen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors this call writes to without changing their version counters."""
+        return _tensors_at(self.unseen, args, kwargs) if self.unseen else []
 
     def draws(self, args: tuple[Any, ...]) -> bool:
         """Return whether this call advances a generator: attention without dropout does not."""
@@ -87,25 +90,38 @@ def facts_of(op: Operator) -> Facts:
     if schema is None:
         return Facts()
     names = [argument.name for argument in schema.arguments]
+    writes, unseen = [], []
+    returned = [each.alias_info for each in schema.returns if each.alias_info is not None]
+    shown = {label for each in returned if each.is_write for label in each.before_set}
+    is_undeclared = schema.name.rpartition("::")[2] in _UNDECLARED
+    for at, argument in enumerate(schema.arguments):
+        alias = argument.alias_info
+        is_declared = alias is not None and alias.is_write
+        if not (is_declared or (is_undeclared and argument.name in _RUNNING)):
+            continue
+        writes.append((None if argument.kwarg_only else at, argument.name))
+        if schema.returns and (alias is None or shown.isdisjoint(alias.before_set)):
+            unseen.append(writes[-1])
     return Facts(
         bookkeeping=_is_bookkeeping(op, schema),
-        writes=tuple(
-            (None if argument.kwarg_only else at, argument.name)
-            for at, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ),
-        returns_written=any(
-            result.alias_info is not None and result.alias_info.is_write
-            for result in schema.returns
-        ),
+        writes=tuple(writes),
+        unseen=tuple(unseen),
         random=torch.Tag.nondeterministic_seeded in op.tags,
         dropout=names.index("dropout_p") if "dropout_p" in names else None,
-        is_view=torch.Tag.inplace_view in op.tags
-        or any(
-            result.alias_info is not None and not result.alias_info.is_write
-            for result in schema.returns
-        ),
+        is_view=torch.Tag.inplace_view in op.tags or any(not each.is_write for each in returned),
     )
+
+
+def _tensors_at(
+    places: tuple[tuple[int | None, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    found = (kwargs.get(name) if at is None or at >= len(args) else args[at] for at, name in places)
+    return [
+        each
+        for value in found
+        for each in (value if isinstance(value, (list, tuple)) else (value,))
+        if isinstance(each, torch.Tensor)
+    ]
 
 
 def _is_bookkeeping(op: Operator, schema: Any) -> bool:

@@ -15,7 +15,6 @@ import re
 import warnings
 import weakref
 from difflib import get_close_matches
-from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -23,6 +22,7 @@ from .._errors import UnmatchedEntryWarning, UnmatchedNameError, did_you_mean, s
 from .._frames import user_stacklevel
 from ._catalogue import ATTENTION, CONVOLUTIONS, MATMULS, QUANTISED, group_named
 from ._modules import root_of
+from ._per_policy import PerPolicy
 from ._policies import Policy
 from ._views import Missing, RegionSummary, runs_of
 
@@ -39,8 +39,7 @@ class Watch:
         running: number of regions that run now; they may still have a missing name.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self) -> None:
         self._seen = RegionSummary({})
         self._known: dict[int, weakref.ref[Any]] = {}
         self._traced: set[frozenset[str]] = set()
@@ -52,26 +51,26 @@ class Watch:
         """Whether no forward of this function has ended yet."""
         return id(subject_of(function)) not in self._known
 
-    def forward_traced(self, seen: RegionSummary) -> None:
+    def forward_traced(self, policy: Policy, seen: RegionSummary) -> None:
         """Warn after a trace whose operators differ from those of earlier traces."""
         ran = frozenset(_names(seen))
         if ran not in self._traced:
             self._traced.add(ran)
-            self._warn(seen, "")
+            self._warn(policy, seen, "")
 
-    def forward_ended(self, seen: RegionSummary, function: object) -> None:
+    def forward_ended(self, policy: Policy, seen: RegionSummary, function: object) -> None:
         """Record a forward; warn after the first one of a function."""
         if self.is_new(function):
             known, subject = self._known, subject_of(function)
             key = id(subject)
             known[key] = weakref.ref(subject, lambda gone: known.pop(key, None) and None)
-            self._warn(seen, f" {_name_of(function)!r}")
+            self._warn(policy, seen, f" {_name_of(function)!r}")
         if self.open:
             before = self._seen
             self._seen = RegionSummary(
                 {}, before.labels | seen.labels, before.modules | seen.modules
             )
-            self.missing = self._policy.missing(self._seen)
+            self.missing = policy.missing(self._seen)
             self.open = bool(self.missing)
 
     def error(self) -> UnmatchedNameError:
@@ -90,9 +89,9 @@ class Watch:
             f"forward that ended, but {rule}. {hint} If some models lack it, pass missing_ok=True."
         )
 
-    def _warn(self, seen: RegionSummary, region: str) -> None:
+    def _warn(self, policy: Policy, seen: RegionSummary, region: str) -> None:
         """Warn about all entries that match nothing."""
-        entries = self._policy.unmatched(seen)
+        entries = policy.unmatched(seen)
         if entries:
             said = ", ".join(map(shown, entries[:_MOST_SAID]))
             more = len(entries) - _MOST_SAID
@@ -106,10 +105,7 @@ class Watch:
             )
 
 
-@lru_cache
-def watch_of(policy: Policy) -> Watch:
-    """Return the watch of a policy; equal policies share one."""
-    return Watch(policy)
+watches = PerPolicy(Watch)
 
 
 def subject_of(function: object) -> object:

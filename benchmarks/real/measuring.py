@@ -37,7 +37,7 @@ LONG_STEP_SECONDS = 0.5
 # Leaks below this fraction of the parameters are in the JSON only.
 LEAK_FRACTION = 0.05
 MIB = 1 << 20
-_BACKWARD = "bench_real: backward begins"
+_BACKWARD = "benchmarks.real: backward begins"
 
 
 class Unavailable(Exception):

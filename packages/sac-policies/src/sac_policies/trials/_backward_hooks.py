@@ -1,0 +1,116 @@
+"""Turn off hooks that work on a gradient once it is accumulated.
+
+Such a hook may step an optimizer, so it must not run in a trial. If it does, it also frees the
+gradient; a hook from which no optimizer can be reached is assumed to keep it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .._errors import BudgetError
+from .._torch_compat._gradients import (
+    optimizers_in_backward,
+    post_accumulate_hooks,
+    set_optimizers_in_backward,
+    set_post_accumulate_hooks,
+)
+from . import _functions as functions
+
+_DEPTH = 4
+"""Objects between a hook and an optimizer, such as closures and dicts."""
+
+
+class HooksOff:
+    """Hooks of parameters that do not run; gradients that they would free are dropped."""
+
+    def __init__(self) -> None:
+        self._off: dict[int, tuple[torch.Tensor, Any, Any]] = {}
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Turn off the hooks of those tensors that are parameters."""
+        for each in tensors:
+            hooks, optimizers = post_accumulate_hooks(each), optimizers_in_backward(each)
+            is_known = id(each) in self._off or not isinstance(each, nn.Parameter)
+            if is_known or not (hooks or optimizers):
+                continue
+            self._off[id(each)] = each, hooks, optimizers
+            if hooks:
+                frees = any(map(_reaches_optimizer, hooks.values()))
+                set_post_accumulate_hooks(each, OrderedDict({0: _drop} if frees else {}))
+            if optimizers:  # the function that steps them drops the gradient
+                set_optimizers_in_backward(each, [])
+
+    def put_back(self) -> None:
+        """Turn the hooks on again."""
+        for each, hooks, optimizers in self._off.values():
+            if hooks:
+                set_post_accumulate_hooks(each, hooks)
+            if optimizers:
+                set_optimizers_in_backward(each, optimizers)
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _reaches_optimizer(hook: Any) -> bool:
+    """Whether a hook refers to an optimizer, by closures, arguments, globals or containers."""
+    waiting, seen = [(hook, 0)], set[int]()
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, Optimizer):
+            return True
+        if id(value) not in seen and depth < _DEPTH:
+            seen.add(id(value))
+            waiting += [(each, depth + 1) for each in _behind(value)]
+    return False
+
+
+def _behind(value: Any) -> Iterable[Any]:
+    if isinstance(value, partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__, *getattr(value.__self__, "__dict__", {}).values()
+    if isinstance(value, FunctionType):
+        return functions.reads(value)
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (list, tuple, set)) else ()
+
+
+@contextmanager
+def no_optimizer_steps() -> Iterator[None]:
+    """Raise if an optimizer takes a step in this thread, or in a backward that it waits for.
+
+    Raises:
+        BudgetError: before the step.
+    """
+    here = threading.get_ident()
+
+    def refuse(optimizer: Optimizer, *_: Any) -> None:
+        # Threads of autograd are not made by Python.
+        is_autograds = isinstance(threading.current_thread(), threading._DummyThread)
+        if threading.get_ident() == here or is_autograds:
+            raise BudgetError(
+                f"sac_policies.fit_: {type(optimizer).__name__}.step() is called in a measured "
+                "step, but parameters must not change. Step the optimizer after backward, or from "
+                "register_post_accumulate_grad_hook, whose hooks are off while steps are measured."
+            )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,212 @@
+"""Note what Python objects hold, and put it back.
+
+Noted are the attributes of modules, containers and generators in them, objects of the packages
+that the modules are from, and variables that forwards, hooks and losses close over or name. A
+container is noted by its elements, not by their contents: those are noted too if they can change.
+Objects of other packages, such as process groups, optimizers or a trainer, are left alone: half of
+their state, put back, would not fit the other half.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._torch_compat._module_calls import CALL_PLACES
+from . import _functions as functions
+
+_ENGINES = ("torch.distributed", "torch.nn.parallel")
+"""Modules of these packages have state in C++ that must fit their attributes."""
+_SHARED_BY_ALL = frozenset({"torch", "builtins", ""})
+"""Packages of which no object is noted."""
+_MISSING = object()
+
+
+class Objects:
+    """What objects hold at one time.
+
+    Args:
+        roots: modules, functions, containers.
+    """
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self._undo: list[Callable[[], object]] = []
+        self._seen: dict[int, Any] = {}
+        roots = list(roots)
+        modules = [each for root in roots if isinstance(root, nn.Module) for each in root.modules()]
+        functions = [each for each in roots if not isinstance(each, nn.Module)]
+        self._packages = {_package(type(each)) for each in modules} | {
+            _package(each) for each in functions
+        }
+        self._packages -= _SHARED_BY_ALL
+        waiting: list[Any] = [*modules, *functions]
+        while waiting:
+            value = waiting.pop()
+            if id(value) not in self._seen:
+                self._seen[id(value)] = value
+                waiting += self._note(value)
+
+    def put_back(self) -> None:
+        """Put back what the objects held."""
+        for undo in self._undo:
+            undo()
+
+    def _note(self, value: Any) -> Iterable[Any]:
+        """Note one object; return what is in it."""
+        if isinstance(value, nn.Module):
+            return () if _is_engine(value) else self._note_module(value)
+        if isinstance(value, (FunctionType, MethodType, partial)):
+            return self._note_function(value)
+        if isinstance(value, (dict, list, set, deque, tuple)):
+            return self._note_container(value)
+        restore = _generator_state(value)
+        arrays: Any = getattr(sys.modules.get("numpy"), "ndarray", ())
+        if restore is not None:
+            self._undo.append(restore)
+        elif isinstance(value, arrays):
+            self._undo.append(partial(_copy_array, value, value.copy()))
+        elif self._is_own(value):
+            return self._note_attributes(value)
+        return ()
+
+    def _is_own(self, value: Any) -> bool:
+        """Whether a value is an object, no class or tensor, of the packages of the modules."""
+        is_object = hasattr(value, "__dict__") and not isinstance(value, (type, torch.Tensor))
+        return is_object and _package(type(value)) in self._packages
+
+    def _note_module(self, module: nn.Module) -> list[Any]:
+        # Sharding swaps parameters of its own types, and knows by itself which are in place.
+        kinds = {type(each) for each in module._parameters.values()}
+        is_plain = kinds <= {nn.Parameter, type(None)}
+        left_out = CALL_PLACES if is_plain else CALL_PLACES | {"_parameters"}
+        found = self._note_attributes(module, left_out)
+        self._packages |= {_package(type(module))} - _SHARED_BY_ALL
+        for kind in type(module).__mro__:
+            if _package(kind) in self._packages:
+                held = {name: each for name, each in vars(kind).items() if _is_plain(each)}
+                self._undo.append(partial(_put_class, kind, held))
+                found += [*held.values(), vars(kind).get("forward")]
+        return found
+
+    def _note_attributes(self, value: Any, left_out: frozenset[str] = frozenset()) -> list[Any]:
+        attributes = vars(value)
+        held = {name: each for name, each in attributes.items() if name not in left_out}
+        self._undo.append(partial(_put_attributes, attributes, held, left_out))
+        return list(held.values())
+
+    def _note_container(self, value: Any) -> Iterable[Any]:
+        if isinstance(value, dict):
+            items = list(value.items())
+            self._undo.append(partial(_put_items, value, items))
+            return [each for _, each in items]
+        held = list(value)
+        if not isinstance(value, tuple):
+            self._undo.append(partial(_put_elements, value, held))
+        return held
+
+    def _note_function(self, value: Any) -> list[Any]:
+        if isinstance(value, partial):
+            return [value.func, *value.args, *value.keywords.values()]
+        if isinstance(value, MethodType):
+            return [value.__func__, value.__self__]
+        if _package(value) == "torch":
+            return []
+        found = functions.defaults(value)
+        for cell in value.__closure__ or ():
+            content = functions.content(cell)
+            if content is not functions.MISSING:
+                self._undo.append(partial(_put_content, cell, content))
+                found.append(content)
+        named = functions.named_globals(value)
+        held = {name: each for name, each in named.items() if _is_plain(each)}
+        self._undo.append(partial(_put_globals, value.__globals__, held))
+        return [*found, *held.values()]
+
+
+def _package(value: Any) -> str:
+    return str(getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+def _is_engine(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(_ENGINES)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether code may change it: a number, a container, a tensor, a generator."""
+    kinds = (int, float, str, type(None), dict, list, set, deque, torch.Tensor)
+    return isinstance(value, kinds) or _generator_state(value) is not None
+
+
+def _put_content(cell: CellType, content: Any) -> None:
+    if functions.content(cell) is not content:
+        cell.cell_contents = content
+
+
+def _put_globals(globals_: dict[str, Any], held: dict[str, Any]) -> None:
+    for name, value in held.items():
+        if globals_.get(name, _MISSING) is not value:
+            globals_[name] = value
+
+
+def _put_attributes(
+    attributes: dict[str, Any], held: dict[str, Any], left_out: frozenset[str]
+) -> None:
+    for name in [name for name in attributes if name not in held and name not in left_out]:
+        del attributes[name]
+    for name, value in held.items():
+        if attributes.get(name, _MISSING) is not value:
+            attributes[name] = value
+
+
+def _put_class(kind: type, held: dict[str, Any]) -> None:
+    for name, value in held.items():
+        if vars(kind).get(name, _MISSING) is not value:
+            setattr(kind, name, value)
+
+
+def _put_items(value: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:
+    now = list(value.items())
+    if len(now) == len(items) and all(
+        a is c and b is d for (a, b), (c, d) in zip(now, items, strict=True)
+    ):
+        return
+    kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+    kind.clear(value)  # a subclass may refuse
+    for key, each in items:
+        kind.__setitem__(value, key, each)
+
+
+def _put_elements(value: Any, held: list[Any]) -> None:
+    now = list(value)
+    if len(now) == len(held) and all(a is b for a, b in zip(now, held, strict=True)):
+        return
+    value.clear()
+    value.update(held) if isinstance(value, set) else value.extend(held)
+
+
+def _copy_array(array: Any, before: Any) -> None:
+    if array.shape == before.shape and array.flags.writeable:
+        array[...] = before
+
+
+def _generator_state(value: Any) -> Callable[[], object] | None:
+    """Return a function that puts back a generator's present state; None for other objects."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    numbers = getattr(sys.modules.get("numpy"), "random", None)
+    if numbers is not None and isinstance(value, numbers.Generator):
+        bits = value.bit_generator
+        return partial(setattr, bits, "state", bits.state)
+    if numbers is not None and isinstance(value, numbers.RandomState):
+        return partial(value.set_state, value.get_state())
+    return None
