@@ -47,6 +47,7 @@ class ShardedParams:
         held: the optimizer's parameters as views of the shard.
         leaves: the full parameters that the module computes with, in layout order.
         pieces: the piece of each parameter.
+        memory: the full buffer's memory on an accelerator, while it is gathered.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class ShardedParams:
         self.shard = torch.zeros(numel, dtype=dtype, device=home, pin_memory=self.pins(home))
         self.held = self._move_into_shard(params)
         self._mark_params()
-        self._memory: SharedMemory | None = None
+        self.memory: SharedMemory | None = None
         self._copy: HostCopy | None = None
         self._make_full()
 
@@ -144,25 +145,21 @@ class ShardedParams:
         if self.aliased:
             return None
         self.full.untyped_storage().resize_(self.full.nbytes)
-        self._memory = SharedMemory(self.full)
+        self.memory = SharedMemory(self.full) if self.device.type != "cpu" else None
         return self.gather_into(self.full)
-
-    def use(self) -> None:
-        """Let the current stream compute with the full buffer, after its gather was waited for."""
-        if self._memory is not None:
-            self._memory.use()
 
     def leave(self, pending: Pending) -> None:
         """Wait for a gather whose result is not used. Not a collective."""
-        with at_home(None if self._memory is None else self._memory.home):
+        with at_home(None if self.memory is None else self.memory.home):
             pending.leave()
 
     def gather_into(self, full: Tensor) -> Pending:
         """Begin to fill `full` (world*shard,), of any dtype. Collective."""
-        comm, plan, home = self.comms.gather, self.plan, home_stream(full.device)
+        comm, plan = self.comms.gather, self.plan
         staged = full if plan.even else full.new_empty(plan.world_size * plan.shard_numel)
+        home = from_stream = None if full.device.type == "cpu" else home_stream(full.device)
         if self.shard.device == full.device:
-            part, from_stream = self.shard.to(full.dtype), home
+            part = self.shard.to(full.dtype)
             pending = comm.all_gather(as_bytes(staged), as_bytes(part))
         else:
             with HostCopy(full.device, "in") as copy:
@@ -210,7 +207,7 @@ class ShardedParams:
 
     def free(self) -> None:
         """Free the full buffer's memory; the leaves stay, and are valid after the next gather."""
-        self._memory = None
+        self.memory = None
         if not self.aliased:
             self.full.untyped_storage().resize_(0)
 

@@ -170,7 +170,8 @@ class Unit:
                     pending.wait()
             self._gathering, self.is_unsharded = None, True
         for part in self.parts:
-            part.use()
+            if part.memory is not None:
+                part.memory.use()
 
     @property
     def is_gathered(self) -> bool:
