@@ -18,7 +18,7 @@ import os
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from typing import Any, TypeVar
 
 import torch
@@ -32,28 +32,11 @@ from ckpt_wrap._errors import ModuleError, describe, has_forward, require_module
 from ckpt_wrap._offload import Offload
 from ckpt_wrap._offloaded_storage import OffloadStats
 from ckpt_wrap._options import CheckpointImpl, ContextFn, OffloadOptions
-from ckpt_wrap._torch_compat import edges, is_parametrized_class, is_sharded, never_compiled
-from ckpt_wrap._wrapper import ActivationWrapper, clean_in_place, innermost, is_wrapper
+from ckpt_wrap._torch_compat import edges, is_parametrized_class, is_sharded
+from ckpt_wrap._wrapper import ActivationWrapper, Behaviour, clean_in_place, innermost, is_wrapper
 
 M = TypeVar("M", bound=nn.Module)
 STATE = "_ckpt_wrap"
-
-
-@dataclass(frozen=True, slots=True)
-class Behaviour:
-    """The checkpoint function and the offload of a module's forward."""
-
-    checkpoint: CheckpointFn | None = None
-    offload: Offload | None = None
-
-    @never_compiled
-    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward through them."""
-        if self.offload is None:
-            return self.checkpoint(forward, *args, **kwargs)  # type: ignore[misc]  # one is set
-        if self.checkpoint is None:
-            return self.offload(forward, *args, **kwargs)
-        return self.offload(self.checkpoint, forward, *args, **kwargs)
 
 
 def checkpoint_(
