@@ -15,8 +15,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ._errors import EngineError, PolicyError, shown
 from ._torch_compat import in_func_transform, is_traced
 from .compiled._tags import tags
-from .eager import _run as tape
 from .eager import _second_forward as second_forward
+from .eager import _tape as tape
 from .eager._parted import parted
 from .policies._functions import PolicyLike, as_policy, is_selective, selective
 from .policies._policies import Policy, behind
@@ -39,7 +39,8 @@ def checkpoint(
     `function` runs once: backward calls single operators again, and never Python code of
     `function`. Results that cannot be reproduced are kept: random numbers, results of in-place and
     unknown operators, integers. Compiled code is recomputed by the compiler; a compiled module
-    inside an eager region runs again as a whole, as in torch's checkpoint.
+    inside an eager region runs again as a whole, as in torch's checkpoint, unless it wrote to
+    something.
 
     Args:
         function: a module or any callable of tensors.
@@ -75,7 +76,8 @@ def checkpoint(
         return torch_checkpoint(function, *args, **kwargs)
     if torch.compiler.is_compiling():
         return _run_traced(function, args, kwargs, _for_compiler(policy))
-    policy = as_policy(policy)
+    if not isinstance(policy, Policy):
+        policy = as_policy(policy)
     if kwargs or in_func_transform():
         check_call(function, kwargs, where="checkpoint")
     if is_traced():

@@ -20,7 +20,7 @@ from ..policies._decisions import Decision, to_torch
 from ..policies._names import NAME_OP
 from ..policies._operators import facts_of
 from ..policies._policies import Policy
-from ..policies._unmatched import watches
+from ..policies._unmatched import uses
 from ..policies._views import Operator, OpView, RegionSummary
 
 _Values = defaultdict[Operator, list[Any]]
@@ -72,7 +72,7 @@ class TagForward(_TagMode):
                 meta[tag] = self._outside[tag]
         if error[0] is None and traced_graph() is not None:
             seen = RegionSummary(self._calls, kept=self._kept)
-            watches.of(self._policy).forward_traced(self._policy, seen)
+            uses.of(self._policy).forward_traced(self._policy, seen)
 
     def __torch_dispatch__(
         self, op: Operator, types: Any, args: Any = (), kwargs: Any = None
