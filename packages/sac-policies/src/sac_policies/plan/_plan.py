@@ -21,7 +21,7 @@ from .._tensors import tensors_in
 from .._torch_compat import fake_mode, storage_bytes, storage_key
 from .._torch_compat._module_calls import around_calls
 from ..budget._checkpointed import Checkpointed
-from ..budget._levels import AGAIN, COSTLY, HIDDEN_AWAY, INPUTS_AWAY, KEEPS, LEVELS, MATMULS
+from ..budget._levels import COSTLY, HIDDEN_AWAY, INPUTS_AWAY, KEEPS, LEVELS, MATMULS, RECOMPUTES
 from ..budget._link import Link
 from ..budget._profile import profile
 from ..budget._repeating import repeating
@@ -29,7 +29,7 @@ from ..eager._parted import parted
 from ..policies._decisions import Decision
 from ..policies._plans import Plan
 from ..policies._policies import Policy
-from ..policies._rules import recompute_all
+from ..policies._rules import RECOMPUTE_ALL
 from ._alike import Blocks, find_blocks
 from ._devices import Device
 from ._mixture import SLICES, Measured, Step, offloaded
@@ -39,7 +39,7 @@ from ._watch import Span, watch_step
 PLAIN, OFFLOADED, HIDDEN = LEVELS[KEEPS], LEVELS[INPUTS_AWAY], LEVELS[HIDDEN_AWAY]
 _POLICIES = {
     LEVELS[MATMULS]: COSTLY,
-    LEVELS[AGAIN]: None,
+    LEVELS[RECOMPUTES]: RECOMPUTE_ALL,
 }
 
 
@@ -151,7 +151,7 @@ def _estimate(
     for name, policy in _POLICIES.items():
         levels[name] = _checkpointed(step, ((block, policy) for block in blocks))
     inputs, copy = found.input_bytes, device.copy_seconds(1)
-    levels[OFFLOADED] = offloaded(levels[LEVELS[AGAIN]], inputs, copy)
+    levels[OFFLOADED] = offloaded(levels[LEVELS[RECOMPUTES]], inputs, copy)
     hidden = _hidden(subject, found, levels[PLAIN], device)
     spans = _checkpointed(step, zip(blocks, (policy for policy, _ in hidden), strict=True))
     levels[HIDDEN] = offloaded(spans, [size for _, size in hidden], copy)
@@ -183,7 +183,7 @@ def _estimate(
 
 
 def _checkpointed(
-    step: Callable[[], list[Span]], regions: Iterable[tuple[nn.Module, Policy | None]]
+    step: Callable[[], list[Span]], regions: Iterable[tuple[nn.Module, Policy]]
 ) -> list[Span]:
     with ExitStack() as stack:
         for block, policy in regions:
@@ -209,7 +209,7 @@ def _hidden(
         kind, input_bytes = kinds[number], blocks.input_bytes[number]
         if kind in found:
             return
-        found[kind] = recompute_all(), input_bytes
+        found[kind] = RECOMPUTE_ALL, input_bytes
         if parted(forward, args, kwargs) is None:
             return
         trace = profile(forward, *args, **kwargs)
