@@ -441,7 +441,7 @@ class _Added(Block):
         return super().forward(x * 2)
 
 
-class _Residual(nn.Module):
+class _InPlace(nn.Module):
     """Adds each block's result to the block's input in place; x is (rows, 24)."""
 
     def __init__(self, norm: type[nn.Module]) -> None:
@@ -459,5 +459,5 @@ class _Residual(nn.Module):
 def test_level_that_reads_a_changed_input_is_left_out() -> None:
     """If no other level checkpoints, the error says what changed."""
     with pytest.raises(MutationError, match=r"tensor of shape \[128, 24\] .*changed in place"):
-        fit_(_Residual(nn.LayerNorm), torch.randn(128, 24), "50%")
-    assert fit_(_Residual(nn.LayerNorm), torch.randn(128, 24), 1.0)
+        fit_(_InPlace(nn.LayerNorm), torch.randn(128, 24), "50%")
+    assert fit_(_InPlace(nn.LayerNorm), torch.randn(128, 24), 1.0)

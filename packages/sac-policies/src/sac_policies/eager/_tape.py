@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -34,6 +34,7 @@ from .._torch_compat._dispatch import (
     LETS_COMPILE,
     finish,
     has_own_dispatch,
+    hidden_from_modes,
     is_wrapper,
     leave_checkpoints,
     no_dispatch,
@@ -231,7 +232,7 @@ class Tape(TorchDispatchMode):
         read = [each for each in small if each.readers and not each.is_saved]
         if not read:
             return
-        with no_dispatch():
+        with hidden_from_modes(read[0].held):
             live = self._live_holders()
             saved = {
                 storage_of(each.held) for each in live if each.is_saved and each.held is not None
@@ -272,8 +273,7 @@ class Tape(TorchDispatchMode):
         """Hold a mask as bits."""
         if not takes(mask):
             return
-        # Hidden from its mode, a fake tensor would be one of the meta device.
-        with nullcontext() if is_fake(mask) else no_dispatch():
+        with hidden_from_modes(mask):
             bits = packed(mask)
         if self.region.observer is not None:
             self.region.observer.replaced(bits, mask)
@@ -294,7 +294,7 @@ class Tape(TorchDispatchMode):
         """
         if not written:
             return
-        with no_dispatch():
+        with hidden_from_modes(written[0]):
             storages = {storage_of(each) for each in written}
             hidden = {storage_of(each) for each in unseen}
             for key, seen in list(self.known.items()):
