@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .._torch_compat._dispatch import boxed_call, is_called_by_library
-from .._torch_compat._switches import switches_of
+from .._torch_compat._flags import flags_of
 from ..policies._decisions import Decision
 from ..policies._operators import BATCH_NORMS, RNNS, STATISTICS, Facts, facts_of
 from ..policies._per_policy import PerPolicy
@@ -118,7 +118,7 @@ class Recorder:
         answer: the policy's constant answer.
         asks: whether each call is counted, and the policy is called after it.
         shares: whether its results share memory with its first argument.
-        switches: process-wide switches that choose its kernel.
+        flags: process-wide flags that choose its kernel.
         positions: of arguments that may be tensors.
         lists: positions of arguments that are lists of tensors.
         why: reason why its results are held although the policy does not keep them.
@@ -131,13 +131,13 @@ class Recorder:
         "asks",
         "call",
         "facts",
+        "flags",
         "is_aten",
         "lists",
         "op",
         "positions",
         "run",
         "shares",
-        "switches",
         "why",
     )
 
@@ -155,7 +155,7 @@ class Recorder:
         self._short = "" if schema is None else schema.name.partition("::")[2]
         self.shares = self.facts.is_view or (self.is_aten and self._short in _UNSAFE_VIEWS)
         self._is_view = self.facts.is_view
-        self.switches = switches_of(self._short) if self.is_aten else None
+        self.flags = flags_of(self._short) if self.is_aten else None
         self.positions, self.lists = _tensor_positions(schema)
         self.run, self.why = self._kind(schema)
 
@@ -442,8 +442,8 @@ class Recorder:
         if kwargs:
             named = {name: _listed(tape, arg, inputs) for name, arg in kwargs.items()}
         call = OpCall(self, values, named, inputs, copies)
-        if self.switches is not None:
-            call.states = self.switches.read()
+        if self.flags is not None:
+            call.states = self.flags.read()
         return call
 
     def _is_called_by_library(self) -> bool:
@@ -459,11 +459,11 @@ class Recorder:
 class WithGradients:
     """An operator that returns what its backward needs only while gradients are on."""
 
-    __slots__ = ("call", "lists", "op", "positions", "shares", "switches")
+    __slots__ = ("call", "flags", "lists", "op", "positions", "shares")
 
     def __init__(self, recorder: Recorder) -> None:
         self.call: Callable[..., Any] = partial(_called_with_gradients, recorder.call)
-        self.op, self.shares, self.switches = recorder.op, recorder.shares, recorder.switches
+        self.op, self.shares, self.flags = recorder.op, recorder.shares, recorder.flags
         self.positions, self.lists = recorder.positions, recorder.lists
 
 
@@ -508,10 +508,15 @@ class Table:
     """The recorders of one policy, made as operators appear.
 
     Attributes:
+        offloads: whether the policy offloads.
+        reads_modules: whether it reads modules.
+        reads_names: whether it reads names of tensors.
         runs: what runs the calls of an operator, by `id`: hashing an operator runs Python.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy) -> None:
+        self.offloads = policy.offloads
+        self.reads_modules, self.reads_names = policy.reads_modules, policy.reads_names
         self.runs: dict[int, Run] = {}
         self.recorders: dict[Operator, Recorder] = {}
 

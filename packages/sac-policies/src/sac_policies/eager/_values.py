@@ -17,7 +17,7 @@ import torch
 from .._errors import MutationError
 from .._torch_compat import announced, is_measured, next_node_number
 from .._torch_compat._dispatch import below_autograd, no_torch_function
-from .._torch_compat._switches import States, Switches
+from .._torch_compat._flags import Flags, States
 from ._aliasing import UNVERSIONED, copy_of, version_of
 from ._guards import Guard
 
@@ -126,7 +126,7 @@ class Recorded(Protocol):
     op: Any
     call: Callable[..., Any]
     shares: bool
-    switches: Switches | None
+    flags: Flags | None
     positions: tuple[int, ...]
     lists: tuple[int, ...]
 
@@ -139,7 +139,7 @@ class OpCall(Value):
         inputs: all values among the arguments.
         items: the values of several results.
         copies: whether the operator writes to its first argument, of which each run makes a copy.
-        states: of the recorder's switches; None without any.
+        states: of the recorder's flags; None without any.
         number: autograd's number of the last node that the forward had created.
         wanted: whether backward may run it.
     """
@@ -204,8 +204,8 @@ class OpCall(Value):
         if self.kwargs:
             call = partial(call, **{name: _read(arg, made) for name, arg in self.kwargs.items()})
         if self.states is not None:
-            assert recorder.switches is not None, "a call has states of switches"
-            call = partial(recorder.switches.set_to, self.states, call)
+            assert recorder.flags is not None, "a call has states of switches"
+            call = partial(recorder.flags.set_to, self.states, call)
         return announced(self.number, call, *args) if is_measured() else call(*args)
 
 
