@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -113,6 +114,18 @@ def test_trace_leads_from_every_source_test_to_cases(capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "50 source tests, 0 problems"
 
 
+def test_help_shows_how_to_write_an_adapter(tmp_path, monkeypatch, capsys):
+    """The two lines that it shows are an adapter."""
+    assert _cli.main([]) == 4
+    shown = capsys.readouterr().out
+    adapter = shown.partition("write my_adapter.py:\n")[2].partition("  torchparts-conf")[0]
+    _report.write(tmp_path / "my_adapter.py", textwrap.dedent(adapter))
+    _report.write(tmp_path / "my_wrapper.py", "checkpoint_wrapper = None")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _cli.main(["doctor", "my_adapter:implementation"]) == 0
+    assert "ckpt-wrap: the verdict is about core" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -136,14 +149,14 @@ def test_bad_input_is_one_line_and_exit_code_4(capsys, tmp_path, monkeypatch, op
 
 
 @pytest.mark.slow
-def test_explanation_runs_one_requirement_without_capturing():
+@pytest.mark.parametrize(("id", "code", "said"), [("mt-001", 0, "passed"), ("CW-053", 1, "failed")])
+def test_explanation_runs_one_requirement_without_capturing(id, code, said):
+    """Also one of a profile that the implementation does not claim."""
     command = [sys.executable, "-m", "torchparts_conformance", "run", "--impl", "torch"]
-    ended = subprocess.run(
-        [*command, "--explain", "mt-001"], capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.startswith("MT-001: ")
-    assert "passed" in ended.stdout
+    ended = subprocess.run([*command, "--explain", id], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    assert ended.stdout.startswith(f"{id.upper()}: ")
+    assert f"1 {said}" in ended.stdout
 
 
 def commands(page: Path) -> list[tuple[list[str], dict[str, str], list[str]]]:

@@ -119,6 +119,8 @@ def test_profiles_that_are_run_beside_core(suite, profile, run):
     outcomes = suite.outcomes()
     assert {id for id, outcome in outcomes.items() if outcome == "pass"} == run
     assert {outcome for id, outcome in outcomes.items() if id not in run} <= {"not_claimed"}
+    said = (suite.root / "out/summary.txt").read_text()
+    assert ("own requirements were not run; add --profile all" in said) == (run == {"CW-001"})
 
 
 def test_own_requirement_that_fails_changes_the_exit_code_and_not_the_verdict(suite):

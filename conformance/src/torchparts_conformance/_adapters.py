@@ -85,9 +85,8 @@ def adapter_path(spec: str | None) -> str:
     if ":" not in path:
         raise AdapterError(
             f"implementation {wanted!r} is unknown. Name one of "
-            f"{', '.join(sorted(known_adapters()))}, or module:attribute of your adapter, a file "
-            f"with `from torchparts_conformance import Implementation` and `implementation = "
-            f"Implementation('mine', '1.0', parts={{'ckpt-wrap': '{wanted}'}})`."
+            f"{', '.join(sorted(known_adapters()))}, or your adapter as module:attribute; "
+            "torchparts-conformance without arguments shows how to write one."
         )
     return path
 

@@ -112,7 +112,7 @@ def _jobs(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     """Print everything about one requirement, and run its cases without capturing output."""
     asked = _requirement_named(arguments.explain, load_registry(), "--explain")
-    arguments.area = asked.area
+    arguments.area, arguments.profile = asked.area, asked.profile
     say(*_summary.explained(asked, cases_by_id().get(asked.id, [])), "")
     command = [sys.executable, "-m", "pytest", str(CASES), f"--rootdir={CASES}"]
     command += ["-c", str(CASES / "pytest.ini"), "-p", "torchparts_conformance.plugin"]
@@ -263,6 +263,16 @@ def mutants(arguments: argparse.Namespace) -> int:
     return fail(wrong, SUITE_BROKEN)
 
 
+_FIRST_STEPS = """\
+first steps, with a wrapper in my_wrapper.py:
+  write my_adapter.py:
+    from torchparts_conformance import Implementation
+    implementation = Implementation("mine", "1.0", parts={"ckpt-wrap": "my_wrapper"})
+  torchparts-conformance doctor my_adapter:implementation
+  torchparts-conformance run --impl my_adapter:implementation
+"""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that prints errors on one line and exits with code 4."""
 
@@ -272,8 +282,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=NAME, description="Check implementations against the requirements.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = _Parser(
+        prog=NAME,
+        description="Check implementations against the requirements.",
+        epilog=_FIRST_STEPS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def without_command(_: argparse.Namespace) -> int:
+        parser.print_help()
+        return BAD_INPUT
+
+    parser.set_defaults(command=without_command)
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     def add(command: Callable[[argparse.Namespace], int], name: str = "") -> Callable[..., Any]:
         text = (command.__doc__ or "").partition("\n")[0]

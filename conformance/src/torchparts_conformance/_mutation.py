@@ -111,6 +111,7 @@ class _Bench:
             "options": [
                 f"--impl={self._base}",
                 f"--area={mutant.area}",
+                "--profile=all",
                 f"--mutant={path.resolve()}::{mutant.name}",
                 f"--requirement={','.join(sorted(asked))}",
                 f"--case-limit={CASE_LIMIT_S}",

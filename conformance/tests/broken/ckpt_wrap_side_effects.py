@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -85,5 +88,16 @@ def only_batch_norm_is_taken_care_of(part):
         if not own or any(isinstance(m, nn.BatchNorm1d) for m in own) or is_reentrant(wrapper):
             return call(*args, **kwargs)
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+    return faulty_call(part, change)
+
+
+@mutant(area="ckpt-wrap", kills={"CW-120"})
+def recompute_gets_copies_of_arguments(part):
+    """Calls forward with deep copies of arguments that are no tensors."""
+
+    def change(wrapper, call, args, kwargs):
+        args = [a if isinstance(a, torch.Tensor) else copy.deepcopy(a) for a in args]
+        return call(*args, **{name: copy.deepcopy(value) for name, value in kwargs.items()})
 
     return faulty_call(part, change)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from inspect import isfunction
 
@@ -40,3 +41,20 @@ def changed_values_are_read(part):
 def other_data_is_saved_again(part):
     """Saves the products of such a region, and its changed weights."""
     return _torch_where(part, lambda policy, args: isinstance(policy, list) and _is_one_value(args))
+
+
+@mutant(area=AREA, kills={"SP-220"})
+def arguments_are_copied(part):
+    """Calls a function with copies of its keyword and other arguments."""
+
+    def checkpoint(function, *args, policy=None, use_reentrant=False, **kwargs):
+        if policy is not None or torch.compiler.is_compiling():
+            return part.checkpoint(function, *args, policy=policy, **kwargs)
+
+        def run(*args, **named):
+            args = [a if isinstance(a, torch.Tensor) else copy.deepcopy(a) for a in args]
+            return function(*args, **copy.deepcopy(named))
+
+        return part.checkpoint(run, *args, **kwargs)
+
+    return overlay(part, checkpoint=checkpoint)

@@ -18,12 +18,13 @@ class Weighted(nn.Module):
 
     def __init__(self, place) -> None:
         super().__init__()
-        self.runs = 0
+        self.runs = []  # recomputation appends to a copy of it
+        self.note = self.runs.append
         self.made = []
         self.weight_of = place(self, OUTER.clone().requires_grad_())
 
     def forward(self, x):
-        self.runs += 1
+        self.note(1)
         y = torch.tanh(x @ self.weight_of())
         self.made.append(weakref.ref(y))
         return torch.sin(y)
@@ -89,4 +90,4 @@ def test_a_weight_anywhere_is_recomputed(make, place):
     got, kept = _run(make(changed), changed)
     assert torch.equal(expected, got)
     assert not kept
-    assert changed.runs == 2
+    assert len(changed.runs) == 2

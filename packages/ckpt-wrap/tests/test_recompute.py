@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import weakref
 from functools import partial
 
@@ -42,15 +43,16 @@ def test_preserve_rng_state_false_does_not_replay(block_class):
 def test_autocast_and_default_device_are_replayed():
     """Recomputation restores autocast and `torch.device`, also after both were exited."""
 
+    seen = []
+
     class Notes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(2, 2)
-            self.seen = []
 
         def forward(self, x):
             y = self.linear(x)
-            self.seen.append((y.dtype, torch.get_default_device().type))
+            seen.append((y.dtype, torch.get_default_device().type))
             return torch.tanh(y) * 2
 
     module = checkpoint_(Notes())
@@ -58,7 +60,7 @@ def test_autocast_and_default_device_are_replayed():
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
         loss = module(x).sum()
     loss.backward()
-    assert module.seen == [(torch.bfloat16, "meta")] * 2
+    assert seen == [(torch.bfloat16, "meta")] * 2
 
 
 def test_early_stop_ends_at_the_last_saved_tensor(block_class):
@@ -133,12 +135,11 @@ class Retries(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
-        self.tries = 0
+        self.tries = itertools.count(1)  # an iterator: recomputation continues it
 
     def attempt(self, x):
         hidden = (x @ self.weight).sin().exp()
-        self.tries += 1
-        if self.tries == 2:
+        if next(self.tries) == 2:
             raise MemoryError
         return hidden * (hidden @ self.weight).tanh()
 
@@ -289,17 +290,18 @@ def test_nested_regions_with_contexts(saved, gradients, equal):
 def test_is_recomputing_only_while_recomputing(wrap):
     """False in forward, True in recomputation, False after it."""
 
+    seen = []
+
     class Watch(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(2, 2)
-            self.seen = []
 
         def forward(self, x):
-            self.seen.append(is_recomputing())
+            seen.append(is_recomputing())
             return torch.tanh(self.linear(x))
 
     module = wrap(Watch())
     module(torch.randn(1, 2, requires_grad=True)).sum().backward()
-    assert module.seen == [False, True]
+    assert seen == [False, True]
     assert not is_recomputing()

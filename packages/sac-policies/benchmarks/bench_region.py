@@ -34,7 +34,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import sac_policies
 from sac_policies import ATTENTION, MATMULS
-from sac_policies._checkpoint import run_again
 
 SIZES = {32: (2, 1, 8), 128: (2, 1, 64), 256: (4, 2, 128)}
 """Width to (heads, batch, tokens) of the reference."""
@@ -92,7 +91,6 @@ def ways() -> dict[str, Region]:
         "ours, bits always": lambda block, x: sac_policies.checkpoint(
             block, x, policy=policy, determinism_check="bits"
         ),
-        "ours, second forward": lambda block, x: run_again(block, (x,), {}, None),
     }
     found["torch.compile, budget"] = _compiled_budget()
     if importlib.util.find_spec("torch_remat"):

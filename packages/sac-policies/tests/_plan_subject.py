@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 WIDTH, HEADS, LAYERS, VOCABULARY = 128, 4, 4, 256
@@ -71,3 +72,31 @@ def build_stack(batch: tuple[int, int] = (4, 512)) -> tuple[nn.Module, torch.Ten
 def build_wrongly() -> int:
     """Return an object that is not a model."""
     return 3
+
+
+class Converted(Model):
+    """Refuses fake tensors, as conversions of some libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if isinstance(self.head.weight, FakeTensor):
+            raise RuntimeError("cannot swap")
+        self.head.weight = self.embedding.weight
+
+
+def build_converted(batch: tuple[int, int] = (4, 512)) -> tuple[nn.Module, torch.Tensor]:
+    """Return a model that can only be built on the meta device, with tied weights."""
+    return Converted(), torch.zeros(batch, dtype=torch.int64)
+
+
+class Failing(Model):
+    """Reads a value, which tensors without data do not have."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Fail."""
+        return super().forward(tokens) * tokens.sum().item()
+
+
+def build_failing(batch: tuple[int, int] = (4, 512)) -> tuple[nn.Module, torch.Tensor]:
+    """Return a model that fails in a step."""
+    return Failing(), torch.zeros(batch, dtype=torch.int64)

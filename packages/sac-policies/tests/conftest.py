@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from sac_policies import checkpoint, recompute_all
 from sac_policies._torch_compat import saved_tensor_hooks
-from sac_policies.policies._unmatched import watches
+from sac_policies.policies._unmatched import uses
 
 
 @pytest.fixture(autouse=True)
 def _no_table_of_another_test() -> None:
     """Clear the cache of warnings that equal policies share between tests."""
-    watches.clear()
+    uses.clear()
 
 
 @pytest.fixture(autouse=True)

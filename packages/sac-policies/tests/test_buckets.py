@@ -34,6 +34,7 @@ KINDS = {
     "alone": {},
     "ddp": {"gradient_as_bucket_view": False},
     "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
 }
 for kind, options in KINDS.items():
     for budget in (0.8, 0.6):
@@ -43,7 +44,7 @@ for kind, options in KINDS.items():
 """
 
 
-@pytest.mark.parametrize("kind", ["ddp", "views"])
+@pytest.mark.parametrize("kind", ["ddp", "views", "static"])
 @pytest.mark.parametrize("how", ["fit_ {} 0.8", "fit_ {} 0.6"])
 def test_predictions_hold_under_ddp(ranks: list[dict[str, Any]], kind: str, how: str) -> None:
     """As accurate as without DDP; the buckets do not count twice."""
@@ -52,7 +53,8 @@ def test_predictions_hold_under_ddp(ranks: list[dict[str, Any]], kind: str, how:
         assert peak == pytest.approx(predicted, rel=0.01)
 
 
-def test_a_step_under_ddp_takes_what_it_takes_alone(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "static"])
+def test_a_step_under_ddp_takes_what_it_takes_alone(ranks: list[dict[str, Any]], kind: str) -> None:
     """Where the gradients are not views of the buckets."""
     for rank in ranks:
-        assert rank["fit_ ddp 0.8"][2] == pytest.approx(rank["fit_ alone 0.8"][2], rel=0.01)
+        assert rank[f"fit_ {kind} 0.8"][2] == pytest.approx(rank["fit_ alone 0.8"][2], rel=0.01)

@@ -1,4 +1,4 @@
-"""A module whose forward runs again in backward: buffers count once, and nothing is left."""
+"""A module whose forward is replaced by a region: state counts once, and undo leaves nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from sac_policies import recompute_all
+from sac_policies import MutationError
 from sac_policies.budget._checkpointed import Checkpointed, is_checkpointed, release
+from sac_policies.policies._rules import RECOMPUTE_ALL
 
 from ._blocks import Block
 
@@ -65,11 +66,10 @@ def both(make: Any) -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("make", [Averaging, normed])
 @pytest.mark.parametrize("twice", [False, True])
-def test_second_forward_counts_a_batch_once(make: Any, twice: bool) -> None:
+def test_region_counts_a_batch_once(make: Any, twice: bool) -> None:
     """Gradients and buffers are bit-identical to the plain module, also in a second backward."""
     plain, module = both(make)
-    wrote = tuple(name for name, _ in module.named_buffers())
-    module.forward = Checkpointed(module, policy=None, wrote=wrote)  # type: ignore[method-assign]
+    Checkpointed(module, policy=RECOMPUTE_ALL).put()
     expected, found = (trained(each, twice=twice) for each in (plain, module))
     assert all(map(torch.equal, expected, found))
 
@@ -87,13 +87,12 @@ class Switched(nn.Module):
         return self.drop(y.exp() if self.adapter == "first" else y.sin())
 
 
-@pytest.mark.parametrize("policy", [None, recompute_all()], ids=["runs again", "replays"])
-def test_hooks_and_switches_are_those_of_the_forward(policy: Any) -> None:
-    """They change before backward; backward runs with the old ones and restores the new ones."""
+def test_hooks_and_switches_are_those_of_the_forward() -> None:
+    """They change before backward, which calls none of them."""
     found = []
     for module in both(Switched):
         if found:
-            Checkpointed(module, policy=policy).put()
+            Checkpointed(module, policy=RECOMPUTE_ALL).put()
         torch.manual_seed(0)
         handle = module.inner.register_forward_hook(lambda _, given, out: out * 3)
         out = module(ROWS).square().sum()
@@ -111,44 +110,19 @@ def test_hooks_and_switches_are_those_of_the_forward(policy: Any) -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_containers_are_not_given_to_a_second_forward_that_writes() -> None:
-    """Values are replayed instead, and the module runs once."""
+def test_containers_are_given_to_one_forward() -> None:
+    """Values are replayed, and the module runs once."""
     plain, module = both(Averaging)
-    module.forward = Checkpointed(module, policy=None, wrote=("size",))  # type: ignore[method-assign]
+    Checkpointed(module, policy=RECOMPUTE_ALL).put()
     assert all(map(torch.equal, trained(plain, given=[ROWS]), trained(module, given=[ROWS])))
     assert module.calls == 3
-
-
-def test_versions_of_buffers_are_those_from_before_the_second_forward() -> None:
-    """Other graphs that saved the buffers can still run backward."""
-    module = Averaging()
-    module.forward = Checkpointed(module, policy=None, wrote=("size",))  # type: ignore[method-assign]
-    out = module(ROWS).sum()
-    factor = torch.ones((), requires_grad=True)
-    other = factor * module.size
-    out.backward()
-    other.backward()
-    assert module.calls == 2
-    assert factor.grad is not None
-    assert torch.equal(factor.grad, module.size)
-
-
-def test_error_in_the_second_forward_leaves_the_buffers() -> None:
-    """The buffers keep their values."""
-    module = Averaging()
-    module.forward = Checkpointed(module, policy=None, wrote=("size",))  # type: ignore[method-assign]
-    out = module(ROWS).sum()
-    now, module.inner = module.size.clone(), nn.Linear(3, 3)
-    with pytest.raises(RuntimeError):
-        out.backward()
-    assert torch.equal(module.size, now)
 
 
 def test_a_region_is_taken_away_once() -> None:
     """Removing it from a module without a region is a no-op."""
     module = Averaging()
     release(module)
-    module.forward = Checkpointed(module, policy=recompute_all())  # type: ignore[method-assign]
+    Checkpointed(module, policy=RECOMPUTE_ALL).put()
     assert is_checkpointed(module)
     release(module)
     assert not is_checkpointed(module)
@@ -186,26 +160,26 @@ def turned(module: nn.Module, change: Any = None) -> list[torch.Tensor]:
     return [x.grad, angles.grad, *(p.grad for p in module.parameters()), mask]
 
 
-def test_tensors_by_name_and_in_tuples_are_kept() -> None:
-    """A tensor that is passed twice is one tensor in both forwards."""
+def test_tensors_by_name_and_in_tuples_are_passed_through() -> None:
+    """A tensor that is passed twice is one tensor."""
     module, plain = Rotated(), Rotated()
     plain.load_state_dict(module.state_dict())
-    module.forward = Checkpointed(module, policy=None)
+    Checkpointed(module, policy=RECOMPUTE_ALL).put()
     assert all(map(torch.equal, turned(module), turned(plain)))
-    assert module.calls == 2
+    assert module.calls == 1
 
 
-def test_what_was_written_to_since_is_refused() -> None:
-    """torch raises the error: it saved the mask with its version."""
+def test_arguments_written_afterwards_have_their_old_bits_or_raise() -> None:
+    """Backward reads the input that the region was given."""
     module = Rotated()
-    module.forward = Checkpointed(module, policy=None)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        turned(module, change=lambda given, mask: mask.add_(1))
+    Checkpointed(module, policy=RECOMPUTE_ALL).put()
+    with pytest.raises(MutationError, match="was changed in place"):
+        turned(module, change=lambda given, mask: given.detach().add_(1))
 
 
-def test_who_writes_to_what_it_is_given_is_given_it_as_it_was() -> None:
-    """It runs on the tape, as in `fit_` after a step in which the module wrote to its input."""
+def test_region_may_write_to_its_arguments() -> None:
+    """The write happens once."""
     module, plain = Rotated(writes=True), Rotated(writes=True)
     plain.load_state_dict(module.state_dict())
-    module.forward = Checkpointed(module, policy=None, rewrites=True)
+    Checkpointed(module, policy=RECOMPUTE_ALL).put()
     assert all(map(torch.equal, turned(module), turned(plain)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -14,17 +15,17 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from sac_policies import BudgetError, fit_
+from sac_policies import BudgetError, MutationError, fit_
 from sac_policies.budget import Infeasible, InPlaceFit, _fit_in_place
 from sac_policies.budget._intervals import Steps
-from sac_policies.budget._levels import AGAIN, HOLDING
+from sac_policies.budget._levels import RECOMPUTES
 from sac_policies.budget._step import Step
 
 from ._blocks import Block, Stack, stack
 from ._fitted import BATCH, ROWS, TARGET, own_forwards, peak_growth, training
 
 CPU = torch.device("cpu")
-LEVELS = AGAIN + 1
+LEVELS = RECOMPUTES + 1
 """Those of the CPU."""
 MOST_STEPS, MOST_CONFIRMED = 8, 2
 
@@ -57,7 +58,7 @@ def test_a_step_fits_and_gradients_are_the_plain_ones(budget: Any) -> None:
 
 @pytest.mark.parametrize("budget", ["85%", 1])
 def test_running_statistics_count_a_batch_once(budget: Any) -> None:
-    """Also where a block runs again in backward."""
+    """Also where a block is recomputed in backward."""
     model, plain = (nn.Sequential(*(Block(24, nn.BatchNorm1d) for _ in range(3))) for _ in "ab")
     plain.load_state_dict(model.state_dict())
     x = ROWS.repeat(1, 3)
@@ -165,7 +166,7 @@ def alike(search: _fit_in_place._Search, intervals: Any) -> Steps:
         [replace(each, ns=10_000 * level * (each.key in begun)) for each in own]
         for level, own in enumerate(intervals)
     ]
-    return Steps([Block] * 4, timed, HOLDING)
+    return Steps([Block] * 4, timed)
 
 
 def test_less_budget_keeps_less_in_the_first_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +185,7 @@ def test_less_budget_keeps_less_in_the_first_blocks(monkeypatch: pytest.MonkeyPa
         sums.append(sum(done))
         assert f"of {found.plain_bytes / 1024**2:.2f} MiB without checkpointing" in str(found)
         assert all(
-            (region.policy is None) == (region.level in ("keeps everything", "runs again"))
+            (region.policy is None) == (region.level == "keeps everything")
             for region in found.regions
         )
     assert sums == sorted(sums)
@@ -361,17 +362,16 @@ class Noisy(Block):
         return out * torch.rand(out.shape, generator=self.generator)
 
 
-def test_blocks_with_unrestored_noise_do_not_run_again() -> None:
-    """Recomputation would draw other noise; gradients are those of the plain model."""
+def test_blocks_with_unrestored_noise_recompute_with_it() -> None:
+    """Random numbers are kept; gradients are those of the plain model."""
     model, plain = (nn.Sequential(*(Noisy(24) for _ in range(3))) for _ in "ab")
     plain.load_state_dict(model.state_dict())
     x = ROWS.repeat(1, 3)
     found = fit_(model, x, 1)
     assert isinstance(found, Infeasible)
-    assert "runs again" not in found.how
     found = fit_(model, x, found.smallest_bytes)
     assert isinstance(found, InPlaceFit)
-    assert {each.level for each in found.regions} <= {"recomputes everything", "keeps matmuls"}
+    assert "recomputes everything" in {each.level for each in found.regions}
     grads = []
     for one in (model, plain):
         Noisy.generator.manual_seed(3)
@@ -394,11 +394,21 @@ class _Again(nn.Module):
         return x
 
 
-def test_shared_block_with_batch_norm_runs_again() -> None:
-    """Each recomputation reads the statistics from before its own call."""
-    found = fit_(nn.Sequential(_Again()), ROWS[:256].repeat(1, 3), 1)
-    assert isinstance(found, Infeasible)
-    assert "runs again" in found.how
+def test_shared_block_with_batch_norm_is_recomputed() -> None:
+    """Each call normalises by its own batch; statistics count each call once."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(_Again()), ROWS[:256].repeat(1, 3)
+    plain = copy.deepcopy(model)
+    smallest = fit_(model, x, 1)
+    assert isinstance(smallest, Infeasible)
+    assert "recomputes everything" in smallest.how
+    assert fit_(model, x, smallest.smallest_bytes)
+    found = []
+    for one in (model, plain):
+        torch.manual_seed(0)
+        one(x).square().sum().backward()
+        found.append([*(p.grad for p in one.parameters()), *one.buffers()])
+    assert all(map(torch.equal, *found))
 
 
 class Graph(nn.Module):
@@ -421,3 +431,33 @@ def test_sparse_buffer_is_no_obstacle() -> None:
     changed = fit_(Graph(), torch.randn(256, 32), 1.0)
     assert changed
     changed.undo()
+
+
+class _Added(Block):
+    """Reads its input through an operator that must run again."""
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Apply the block to twice the input."""
+        return super().forward(x * 2)
+
+
+class _InPlace(nn.Module):
+    """Adds each block's result to the block's input in place; x is (rows, 24)."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Added(norm=norm) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the blocks."""
+        x = x * 1
+        for block in self.blocks:
+            x += block(x)
+        return x
+
+
+def test_level_that_reads_a_changed_input_is_left_out() -> None:
+    """If no other level checkpoints, the error says what changed."""
+    with pytest.raises(MutationError, match=r"tensor of shape \[128, 24\] .*changed in place"):
+        fit_(_InPlace(nn.LayerNorm), torch.randn(128, 24), "50%")
+    assert fit_(_InPlace(nn.LayerNorm), torch.randn(128, 24), 1.0)

@@ -15,7 +15,6 @@ from torch import nn
 
 from sac_policies.budget._fit_in_place import _divisions, _Search
 from sac_policies.budget._intervals import Steps, marked
-from sac_policies.budget._levels import AGAIN
 from sac_policies.budget._measure import Interval, Marks, highest
 from sac_policies.budget._step import Step
 
@@ -149,7 +148,7 @@ def test_what_others_hold_until_the_end_goes_by_the_region_that_made_it(freed: b
         assert any(each.freed for own in intervals for each in own)
         if not freed:
             intervals = [[replace(each, freed=None) for each in own] for own in intervals]
-        steps = Steps([Block] * 4, intervals, {AGAIN})
+        steps = Steps([Block] * 4, intervals)
         for choice in [(0, 0, 0, 2), (1, 1, 1, 0), (2, 2, 1, 0), (0, 2, 0, 1)]:
             measured = search._measured(choice)
             foretold = search._step.resident() + steps.growth(choice)

@@ -7,65 +7,49 @@ import torch
 from torch import nn
 
 from sac_policies.budget._levels import (
-    AGAIN,
     COSTLY,
     HIDDEN_AWAY,
     INPUTS_AWAY,
     KEEPS,
     LEVELS,
     MATMULS,
-    OPERATORS,
+    RECOMPUTES,
     Region,
 )
 from sac_policies.policies import Decision, save_by_index
+from sac_policies.policies._rules import RECOMPUTE_ALL
 
 MM = (torch.ops.aten.mm.default,)
 
 
 @pytest.mark.parametrize(
-    ("operators", "wrote", "done"),
-    [
-        (MM, (), LEVELS),
-        (MM, ("mean",), LEVELS),
-        (MM, None, (*LEVELS[:AGAIN], OPERATORS, *LEVELS[INPUTS_AWAY:])),
-        ((), (), (LEVELS[KEEPS], OPERATORS, *LEVELS[AGAIN:])),
-    ],
+    ("operators", "done"),
+    [(MM, LEVELS), ((), (LEVELS[KEEPS], LEVELS[RECOMPUTES], *LEVELS[RECOMPUTES:]))],
 )
-def test_a_level_that_a_region_cannot_have_is_another(operators, wrote, done):
-    """Without costly operators no matmul is kept; a region that replaces buffers runs once."""
-    region = Region("block", nn.Linear(2, 2), operators, wrote, rewrites=False)
+def test_a_region_without_costly_operators_keeps_none(operators, done):
+    """Each level that checkpoints has a policy."""
+    region = Region("block", nn.Linear(2, 2), operators)
     found = [region.at(level) for level in range(len(LEVELS))]
     assert [each.level for each in found] == list(done)
-    assert [each.policy is None for each in found] == [
-        each.level in ("keeps everything", "runs again") for each in found
-    ]
+    assert [each.policy is None for each in found] == [True, False, False, False, False]
 
 
-@pytest.mark.parametrize(
-    ("wrote", "rewrites", "is_taggable", "done"),
-    [
-        ((), False, True, (KEEPS, MATMULS, AGAIN)),
-        ((), False, False, (KEEPS, KEEPS, AGAIN)),
-        (("mean",), False, True, (KEEPS, KEEPS, AGAIN)),
-        ((), True, True, (KEEPS, KEEPS, KEEPS)),
-        (None, False, True, (KEEPS, KEEPS, KEEPS)),
-    ],
-)
-def test_compiled_regions_keep_everything_where_they_cannot_do_less(
-    wrote, rewrites, is_taggable, done
-):
-    """All compiled regions that keep matmuls share one policy."""
-    region = Region("block", nn.Linear(2, 2), MM, wrote, rewrites, True, is_taggable)
-    found = [region.at(level) for level in range(AGAIN + 1)]
-    assert [each.level for each in found] == [LEVELS[level] for level in done]
-    assert [each.policy for each in found] == [COSTLY if n == MATMULS else None for n in done]
+def test_compiled_regions_take_tags_or_keep_everything():
+    """All compiled regions on a level share one policy; they offload nothing."""
+    region = Region("block", nn.Linear(2, 2), MM, is_compiled=True, is_taggable=True)
+    found = [region.at(level) for level in range(len(LEVELS))]
+    assert [each.level for each in found] == [*LEVELS[: RECOMPUTES + 1], *2 * [LEVELS[RECOMPUTES]]]
+    assert found[MATMULS].policy is COSTLY
+    assert all(each.policy is RECOMPUTE_ALL for each in found[RECOMPUTES:])
+    untagged = Region("block", nn.Linear(2, 2), MM, is_compiled=True)
+    assert {untagged.at(level).level for level in range(len(LEVELS))} == {LEVELS[KEEPS]}
 
 
 def test_values_that_hide_are_offloaded_beside_inputs():
     """A plan names the calls; a block without one offloads only its inputs."""
     plan = save_by_index({("aten.mm.default", 1): Decision.OFFLOAD})
-    with_plan = Region("block", nn.Linear(2, 2), MM, (), rewrites=False, hidden=plan)
-    without = Region("block", nn.Linear(2, 2), MM, (), rewrites=False)
+    with_plan = Region("block", nn.Linear(2, 2), MM, hidden=plan)
+    without = Region("block", nn.Linear(2, 2), MM)
     inputs = without.at(INPUTS_AWAY).policy
     assert without.at(HIDDEN_AWAY).policy == with_plan.at(INPUTS_AWAY).policy == inputs
     assert with_plan.at(HIDDEN_AWAY).policy == inputs | plan

@@ -93,7 +93,7 @@ def test_policy_that_cannot_be_hashed_decides():
 
 def test_equal_policies_share_one_object():
     """Also new ones in each step; other ones do not."""
-    made = PerPolicy(list)
+    made = PerPolicy(lambda policy: [policy.offloads])
     model = Model()
     makers = [
         lambda: save_ops("aten.mm"),
@@ -106,6 +106,5 @@ def test_equal_policies_share_one_object():
         lambda: save_by_index({("aten.mm.default", 1): Decision.SAVE}),
     ]
     found = [made.of(make()) for make in makers]
-    assert [made.of(make()) for make in makers] == found
     assert all(made.of(make()) is each for make, each in zip(makers, found, strict=True))
     assert len({id(each) for each in found}) == len(makers)

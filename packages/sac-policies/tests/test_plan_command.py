@@ -62,7 +62,11 @@ def test_predicted_peak_is_the_measured_one(level: str) -> None:
 
 # One H200, 27 November 2026, torch 2.11, transformers 5.17: a Llama of 1.1B, 2 x 4,096 tokens,
 # without an optimizer. MiB and ms of a step.
-MEASURED = {PLAIN: (18_886, 142.4), "keeps matmuls": (11_717, 156.2), "runs again": (5_813, 180.9)}
+MEASURED = {
+    PLAIN: (18_886, 142.4),
+    "keeps matmuls": (11_717, 156.2),
+    "recomputes everything": (5_813, 180.9),
+}
 
 
 @pytest.mark.slow
@@ -117,7 +121,7 @@ def test_hidden_copies_save_time_where_the_link_is_fast() -> None:
         found = estimate(SUBJECT, device, (4, 8192), optimizer="none", dtype=torch.float32)
         steps.append(found.uniform)
     slow, fast, faster = steps
-    again = slow["runs again"].seconds
+    again = slow["recomputes everything"].seconds
     assert slow[HIDDEN].seconds >= again
     assert slow[PLAIN].seconds <= faster[HIDDEN].seconds < fast[HIDDEN].seconds < again
     for each in steps:
@@ -213,3 +217,52 @@ def test_devices_have_sound_numbers() -> None:
     assert device.seconds(690 * 10**12, 0) == pytest.approx(1)
     assert device.seconds(10, 10**12) > device.seconds(10, 10**11)
     assert device.copy_seconds(55 * 10**9) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("level", [PLAIN, *_POLICIES])
+def test_largest_step_fits_and_no_larger_one(level: str) -> None:
+    """Tokens in whole sequences, with all blocks on one level."""
+    budget, length = 150 << 20, 64
+    options = {"dtype": torch.float32, "budget_bytes": budget}
+    most = estimate(SUBJECT, no_workspace(), (16, length), **options).most_tokens[level]
+    sequences = most // length
+    peaks = [
+        estimate(SUBJECT, no_workspace(), (count, length), **options).uniform[level].peak_bytes
+        for count in (sequences, sequences + 1 + sequences // 50)
+    ]
+    assert peaks[0] <= budget < peaks[1]
+
+
+def test_smallest_device_that_fits_is_printed(capsys: Any) -> None:
+    """From the table, whichever device was asked for."""
+    arguments = ["plan", SUBJECT, "--device", "H200", "--optimizer", "none", "--tokens"]
+    found = {}
+    for tokens in ("1x512", "2048x16k", "8192x16k"):
+        main([*arguments, tokens])
+        found[tokens] = capsys.readouterr().out.partition("that fits: ")[2].partition("\n")[0]
+    assert found["1x512"] == "RTX-4090, 23.50 GiB"
+    memory = {each.name: each.memory_bytes for each in DEVICES}
+    larger = found["2048x16k"].partition(",")[0]
+    assert memory[larger] > memory["RTX-4090"]
+    assert found["8192x16k"] == "none"
+
+
+def test_model_that_takes_no_fake_tensors_is_built_on_meta(capsys: Any) -> None:
+    """Tied weights stay tied."""
+    converted = estimate(f"{SUBJECT}_converted", no_workspace(), (4, 512))
+    plain = estimate(SUBJECT, no_workspace(), (4, 512))
+    assert plain.parameters - converted.parameters == 256 * 128
+    assert converted.plain.peak_bytes < plain.plain.peak_bytes
+    assert main(["plan", f"{SUBJECT}_converted", "--device", "H100"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_model_that_fails_has_an_exit_status(capsys: Any) -> None:
+    """One line instead of a traceback, unless asked for."""
+    arguments = ["plan", f"{SUBJECT}_failing", "--device", "H100"]
+    assert main(arguments) == 3
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"sac_policies plan: '{SUBJECT}_failing' fails on tensors without")
+    assert printed.count("\n") == 1
+    with pytest.raises(Exception, match="_local_scalar_dense"):
+        main([*arguments, "--traceback"])

@@ -53,5 +53,5 @@ def test_what_does_not_fit_is_false_and_says_what_would() -> None:
     found = Infeasible(1_000, 2_500)
     assert not found
     assert str(found).startswith("nothing fits 1,000 bytes: 2,500 are needed, 1,500 more.")
-    found = Infeasible(1_000, 2_500, "4 x runs again")
-    assert "bytes: 2,500 are needed (4 x runs again), 1,500 more." in str(found)
+    found = Infeasible(1_000, 2_500, "4 x recomputes everything")
+    assert "bytes: 2,500 are needed (4 x recomputes everything), 1,500 more." in str(found)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sac_policies.budget._repeating import Seen, called_again, inside, repeating
+from sac_policies.budget._repeating import Operators, called_again, inside, repeating
 
 from ._blocks import Block, stack
 from ._fitted import own_forwards
@@ -106,9 +106,9 @@ def test_layers_that_are_shared_are_found_by_their_calls() -> None:
     assert own_forwards(model) == []
 
 
-def seen_in(model: nn.Module, regions: Any, *args: Any) -> Seen:
+def seen_in(model: nn.Module, regions: Any, *args: Any) -> Operators:
     """Run a model and record the operators in its regions."""
-    with Seen(regions) as seen:
+    with Operators(regions) as seen:
         model(*args)
     return seen
 
@@ -117,19 +117,19 @@ def test_costly_operators_are_seen_in_the_region_that_runs_them() -> None:
     """Matmuls are recorded; functions, and operators between regions, are not."""
     model = stack(2)
     seen = seen_in(model, repeating(model), torch.ones(4, 8))
-    assert seen.operators == {"blocks.0": {ADDMM: None}, "blocks.1": {ADDMM: None}}
+    assert seen.of == {"blocks.0": {ADDMM: None}, "blocks.1": {ADDMM: None}}
 
 
 def test_regions_are_in_the_order_in_which_they_begin() -> None:
     """The order is not that of their paths; a region that is never called is left out."""
     blocks = nn.ModuleList(nn.Sequential(nn.Tanh()) for _ in range(3))
     regions = [(str(at), block) for at, block in enumerate(blocks)]
-    with Seen(regions) as seen:
+    with Operators(regions) as seen:
         blocks[2](torch.ones(1))
         blocks[0](torch.ones(1))
         blocks[2](torch.ones(1))
-    assert list(seen.operators) == ["2", "0"]
-    assert seen.operators == {"2": {}, "0": {}}
+    assert list(seen.of) == ["2", "0"]
+    assert seen.of == {"2": {}, "0": {}}
 
 
 def test_operator_is_of_the_innermost_region() -> None:
@@ -137,7 +137,7 @@ def test_operator_is_of_the_innermost_region() -> None:
     inner = nn.Sequential(nn.Linear(4, 4))
     outer = nn.Sequential(nn.Linear(4, 4, bias=False), inner)
     seen = seen_in(outer, [("", outer), ("1", inner)], torch.ones(2, 4))
-    assert seen.operators == {"": {MM: None}, "1": {ADDMM: None}}
+    assert seen.of == {"": {MM: None}, "1": {ADDMM: None}}
 
 
 def test_region_that_raises_has_ended() -> None:
@@ -148,60 +148,8 @@ def test_region_that_raises_has_ended() -> None:
             raise ArithmeticError
 
     fails = Fails()
-    with Seen([("fails", fails)]) as seen:
+    with Operators([("fails", fails)]) as seen:
         with pytest.raises(ArithmeticError):
             fails(torch.ones(2, 2))
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-    assert seen.operators == {"fails": {}}
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_region_that_changes_a_buffer_is_noted(train: bool) -> None:
-    """Running statistics change only in training."""
-    model = nn.Sequential(Block(), Block(norm=nn.BatchNorm1d)).train(train)
-    seen = seen_in(model, repeating(model), torch.ones(4, 24))
-    counted = ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
-    assert seen.wrote == {"0": (), "1": counted if train else ()}
-
-
-def test_buffer_that_is_another_is_a_change() -> None:
-    """A module may replace a buffer by a new tensor."""
-
-    class Averages(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.mean = x.mean().detach()
-            return x
-
-    model = Averages()
-    model.register_buffer("mean", torch.zeros(()))
-    assert seen_in(model, [("", model)], torch.ones(2)).wrote == {"": None}
-
-
-def test_buffers_without_a_version_are_not_asked_for_one() -> None:
-    """Inference tensors have no version."""
-    model = nn.Sequential(nn.Tanh())
-    with torch.inference_mode():
-        model.register_buffer("table", torch.zeros(2))
-    assert seen_in(model, [("", model)], torch.ones(1)).wrote == {"": ()}
-
-
-def test_region_that_writes_to_what_it_is_given_is_noted() -> None:
-    """Recomputation would read the changed input; also for keyword inputs and containers."""
-
-    class Writes(nn.Module):
-        def __init__(self, wrote: bool) -> None:
-            super().__init__()
-            self.inner, self.wrote = nn.Linear(4, 4), wrote
-
-        def forward(self, x: torch.Tensor, cache: dict[str, torch.Tensor]) -> torch.Tensor:
-            if self.wrote:
-                cache["seen"].add_(1)
-            return self.inner(x)
-
-    regions = [("writes", Writes(True)), ("reads", Writes(False))]
-    with torch.inference_mode():
-        frozen = torch.ones(4)
-    with Seen(regions) as seen:
-        for _, module in regions:
-            module(torch.ones(4), cache={"seen": torch.zeros(2), "other": frozen})
-    assert seen.rewrites == {"writes"}
+    assert seen.of == {"fails": {}}

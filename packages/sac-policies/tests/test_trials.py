@@ -427,7 +427,7 @@ def growing() -> Callable[[], torch.Tensor]:
         ({"batch": X, "reset": fails}, r"reset raised ZeroDivisionError: by nought"),
         ({"batch": X, "make_batch": lambda: X}, "batch and make_batch is passed"),
         ({}, "no batch is passed"),
-        ({"batch": X, "budget": None}, "budget is missing"),
+        ({"batch": X, "budget": None}, "budget is None"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(given: dict[str, Any], said: str) -> None:

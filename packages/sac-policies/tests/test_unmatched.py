@@ -21,7 +21,7 @@ from sac_policies import (
     scoped,
 )
 from sac_policies.policies import Decision, save_by_index
-from sac_policies.policies._unmatched import watches
+from sac_policies.policies._unmatched import uses
 
 
 class _Stack(nn.Module):
@@ -96,7 +96,7 @@ def test_name_of_another_step_is_there(x):
     """A name that matched once is not checked in later steps."""
     policy = save_modules("router")
     checkpoint(_Stack(routed=True), x, policy=policy).sum().backward()
-    assert not watches.of(policy).open
+    assert not uses.of(policy).open
     checkpoint(nn.Sequential(nn.Linear(4, 4)), x, policy=policy).sum().backward()
 
 
@@ -234,7 +234,7 @@ def test_models_are_not_held(x):
         gone = weakref.ref(stack)
         del stack
         assert gone() is None
-    assert watches.of(policy)._known == {}
+    assert uses.of(policy).known == {}
 
 
 @pytest.mark.parametrize(

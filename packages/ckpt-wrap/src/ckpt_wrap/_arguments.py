@@ -22,18 +22,21 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
+from ckpt_wrap._random import source_of
+
 DEPTH = 24  # of nested objects; deeper ones are passed by reference
 LIMIT = 4096  # objects in one call; further ones are passed by reference
 
-_ATOMS = frozenset(
+ATOMS = frozenset(
     {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}
 )
-_BUILTIN = frozenset({tuple, list, dict, set, OrderedDict, defaultdict, deque})
+BUILTIN = frozenset({tuple, list, dict, set, OrderedDict, defaultdict, deque})
 _CONTAINERS = (dict, list, tuple, set, deque)
 _HEAP_TYPE = 1 << 9  # flag of classes written in Python
 _MISSING = object()
@@ -57,8 +60,8 @@ class Arguments:
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.generators: list[torch.Generator] = []
-        copier = _Copier(self._taken())
+        self.generators: list[Any] = []
+        copier = Copier(self._taken())
         self._args = [copier(arg) for arg in args]
         self._kwargs = {name: copier(arg) for name, arg in kwargs.items()}
         self._originals = copier.originals
@@ -69,7 +72,7 @@ class Arguments:
 
         def take(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
-                if isinstance(leaf, torch.Generator):
+                if source_of(leaf) is not None:
                     self.generators.append(leaf)
                 return leaf
             if id(leaf) not in positions:
@@ -85,18 +88,26 @@ class Arguments:
         Args:
             tensors: one for each of `self.tensors`.
         """
-        copier = _Copier(lambda leaf: tensors[leaf.index] if type(leaf) is TensorIndex else leaf)
+        copier = Copier(lambda leaf: tensors[leaf.index] if type(leaf) is TensorIndex else leaf)
         unchanged = _Unchanged(self._originals, tensors)
         copier.keep(unchanged.originals())
         kwargs = {name: copier(arg) for name, arg in self._kwargs.items()}
         return [copier(arg) for arg in self._args], kwargs
 
 
-class _Copier:
-    """Copies nested values, with an index instead of each tensor. Each object is copied once."""
+class Copier:
+    """Copies nested values. Each object is copied once.
 
-    def __init__(self, replace: Callable[[Any], Any]) -> None:
+    Args:
+        replace: called for tensors and for values that are not copied; returns what to use instead.
+        follows: whether to copy objects of a class.
+    """
+
+    def __init__(
+        self, replace: Callable[[Any], Any], follows: Callable[[Any], bool] | None = None
+    ) -> None:
         self._replace = replace
+        self._follows = is_followed if follows is None else follows
         self._made: dict[int, Any] = {}
         self.originals: list[tuple[Any, weakref.ref[Any]]] = []  # instances: the copy, the original
         self.can_change = False
@@ -107,9 +118,9 @@ class _Copier:
 
     def __call__(self, value: Any, depth: int = 0) -> Any:
         kind: Any = type(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return value
-        if isinstance(value, torch.Tensor) or depth > DEPTH or not _is_followed(kind):
+        if isinstance(value, torch.Tensor) or depth > DEPTH or not self._follows(kind):
             return self._replace(value)
         if id(value) in self._made:
             return self._made[id(value)]
@@ -117,6 +128,8 @@ class _Copier:
             return value
         if isinstance(value, tuple):
             items = [self(item, depth + 1) for item in value]
+            if all(map(is_, items, value)):
+                return value
             new = self._made[id(value)] = _tuple(kind, items)
             return new
         try:
@@ -127,7 +140,7 @@ class _Copier:
             return value
         self._made[id(value)] = new
         self.can_change = True
-        if kind not in _BUILTIN and _may_refer(kind):
+        if kind not in BUILTIN and _may_refer(kind):
             self.originals.append((new, weakref.ref(value)))
         self._fill(new, depth + 1)
         return new
@@ -145,7 +158,7 @@ class _Copier:
             items = [self(item, depth) for item in new]
             set.clear(new)
             set.update(new, items)
-        if type(new) in _BUILTIN:
+        if type(new) in BUILTIN:
             return
         for name in (*getattr(new, "__dict__", ()), *_slots(type(new))):
             part = getattr(new, name, None)
@@ -180,11 +193,11 @@ class _Unchanged:
     def _same(self, now: Any, then: Any) -> bool:
         if type(then) is TensorIndex:
             return self._tensors[then.index] is now
-        if now is then or (type(now) in _ATOMS and type(now) is type(then) and now == then):
+        if now is then or (type(now) in ATOMS and type(now) is type(then) and now == then):
             return True
         if type(now) is not type(then) or isinstance(now, torch.Tensor):
             return False
-        if type(then) not in _BUILTIN and not isinstance(then, tuple):
+        if type(then) not in BUILTIN and not isinstance(then, tuple):
             alive = self._alive.get(id(then))
             if alive is None or alive[1] is not now:
                 return False
@@ -205,7 +218,7 @@ class _Unchanged:
                 return False
             if kind is dict and not all(map(self._same, dict.values(now), dict.values(then))):
                 return False
-        if type(then) in _BUILTIN:
+        if type(then) in BUILTIN:
             return True
         names = (*getattr(then, "__dict__", ()), *_slots(type(then)))
         return len(getattr(now, "__dict__", ())) == len(getattr(then, "__dict__", ())) and all(
@@ -260,7 +273,7 @@ def _slots_of(kind: Any) -> frozenset[str]:
 @functools.cache
 def _follows(kind: Any) -> bool:
     """Whether to copy objects of this class; one with a finalizer may own something."""
-    if kind in _BUILTIN or kind is types.SimpleNamespace or issubclass(kind, tuple):
+    if kind in BUILTIN or kind is types.SimpleNamespace or issubclass(kind, tuple):
         return True
     if not kind.__flags__ & _HEAP_TYPE or hasattr(kind, "__del__"):
         return False
@@ -271,6 +284,6 @@ def _follows(kind: Any) -> bool:
 
 
 # Callers pass any class, which mypy does not accept as hashable.
-_is_followed: Callable[[Any], bool] = _follows
+is_followed: Callable[[Any], bool] = _follows
 _slots: Callable[[Any], frozenset[str]] = _slots_of
 _may_refer: Callable[[Any], bool] = _may_refer_weakly

@@ -56,6 +56,7 @@ from ckpt_wrap._torch_compat import (
     next_node_number,
     remove_hooks,
     save_tensor,
+    unseen_by_modes,
     version_of,
 )
 
@@ -88,14 +89,18 @@ class Checkpoint:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         call = Call(function, args, kwargs, self.options, describe(function, self.name))
-        region = Region(call)
-        call.begin()
-        with region.hooks():
-            result = call.first(args, kwargs)
-            region.finished = True
+        try:
+            call.begin()
+            region = Region(call)
+            with region.hooks():
+                result = call.first(args, kwargs)
+        finally:
+            call.state.stop_watching()
         if region.saved_something and call.arguments.can_change:
             warn_if_grown(args, kwargs, call.known(), call.where)
-        call.end(keep=region.saved_something)
+        can_repeat = call.state.settle()
+        region.finish(keep_all=not can_repeat)
+        call.end(keep=region.saved_something and (can_repeat or not region.keeps_all))
         return result
 
 
@@ -147,20 +152,29 @@ class Call:
         self.arguments = Arguments(args, kwargs)
         self.contexts = options.context_fn()
         bypass_hooks(self.contexts[0])
-        self._state = ModuleState(self.module, where, own_hooks=function is self.module)
+        self.state = ModuleState(
+            self.module,
+            where,
+            own_hooks=function is self.module,
+            random=options.preserve_rng_state,
+        )
         self._ambient = capture(
             self.arguments.tensors,
             self.arguments.generators,
             preserve_rng_state=options.preserve_rng_state,
         )
-        self._live: list[torch.Tensor] | None = None  # the inputs, while forward runs
+        self._running = True  # forward
         self._versions: list[int] = []
         self._saved: list[Saved | None] = []  # None: changed by forward
 
     def begin(self) -> None:
         """Record the state of the inputs and of the module, before forward."""
-        self._live = self.arguments.tensors + self._state.begin()
-        self._versions = [version_of(tensor) for tensor in self._live]
+        self.state.begin()
+        self._versions = [version_of(tensor) for tensor in self._live()]
+
+    def _live(self) -> list[torch.Tensor]:
+        """The inputs, while forward runs."""
+        return self.arguments.tensors + self.state.weights
 
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call in forward."""
@@ -174,17 +188,21 @@ class Call:
 
     def known(self) -> set[int]:
         """Ids of the inputs, while forward runs."""
-        return set(map(id, self._live or ()))
+        return set(map(id, self._live()))
 
     def end(self, *, keep: bool) -> None:
         """Keep the inputs of recomputation after forward, or nothing."""
-        tensors, self._live, self.arguments.tensors = self._live or [], None, []
-        self._state.end(keep=keep)
+        tensors, self._running = self._live(), False
+        self._weights = len(self.state.weights)
+        self.arguments.tensors, self.state.weights = [], []
         if not keep:
             self.arguments = Arguments((), {})
+            self.state.drop()
             return
         once: dict[int, Saved | None] = {}
-        for tensor, version in zip(tensors, self._versions, strict=True):
+        # Weights that were found in forward are as they were found.
+        versions = self._versions + [version_of(t) for t in tensors[len(self._versions) :]]
+        for tensor, version in zip(tensors, versions, strict=True):
             if id(tensor) not in once:
                 unchanged = version_of(tensor) == version
                 once[id(tensor)] = save_tensor(tensor) if unchanged else None
@@ -194,11 +212,13 @@ class Call:
     def again(self) -> Any:
         """Make the call in recomputation, in its ambient state."""
         inputs = self._inputs()
-        args, kwargs = self.arguments.filled(inputs)
+        weights = len(self.state.weights) if self._running else self._weights
+        count = len(inputs) - weights
+        args, kwargs = self.arguments.filled(inputs[:count])
         first_hook = next_hook_number()
         try:
             with (
-                self._state.put_in(inputs),
+                self.state.put_in(inputs[count:]),
                 replay(self._ambient),
                 self.contexts[1],
                 running(again=True),
@@ -215,8 +235,8 @@ class Call:
         Raises:
             RecomputeError: one was changed in place.
         """
-        if self._live is not None:  # a backward inside forward
-            return self._live
+        if self._running:  # a backward inside forward
+            return self._live()
         cause = None
         try:
             if None not in self._saved:
@@ -230,7 +250,8 @@ class Call:
         raise RecomputeError(
             f"ckpt_wrap.checkpoint_: an input of module {self.where} has been modified by "
             "an inplace operation since the forward, but recomputation needs it as it was. Change "
-            "a clone of it, or change it after backward."
+            "a clone of it, or change it after backward. For a cache that forward fills in place, "
+            "pass checkpoint_fn=sac_policies.checkpoint."
         ) from cause
 
 
@@ -250,12 +271,16 @@ class EnoughRecomputed(Exception):
 
 
 class SavedSlot:
-    """Replaces a saved tensor in the graph; has its value from recomputation until it is read."""
+    """Replaces a saved tensor in the graph.
 
-    __slots__ = ("__weakref__", "value")
+    It has its value from recomputation until it is read, or always, if the region keeps all.
+    """
+
+    __slots__ = ("__weakref__", "value", "version")
 
     def __init__(self) -> None:
         self.value: torch.Tensor | None = None
+        self.version = 0
 
 
 class Region:
@@ -270,6 +295,8 @@ class Region:
         self._metadata: list[Metadata] = []
         self._node = -1  # number of the node that saved last
         self._unwritten = -2  # number of the last node that may write a tensor after saving it
+        self._other_nodes = call.state.graph_tensors
+        self.keeps_all = call.state.may_keep_all  # until forward ends, at least
         self.finished = False
 
     @property
@@ -284,13 +311,38 @@ class Region:
     def _pack(self, tensor: torch.Tensor) -> SavedSlot:
         slot = SavedSlot()
         self._slots.append(weakref.ref(slot))
-        self._metadata.append(_metadata(tensor))
+        metadata = _metadata(tensor)
+        if id(tensor) in self._other_nodes:
+            metadata = (*metadata[:3], None)
+        self._metadata.append(metadata)
+        if self.keeps_all:
+            with unseen_by_modes(tensor):
+                slot.value = tensor.detach()
         self._node = next_node_number()
         if _may_be_unwritten(tensor):
             self._unwritten = self._node
         return slot
 
+    def finish(self, *, keep_all: bool) -> None:
+        """Forward has ended: keep its saved tensors if it cannot be repeated, else drop them."""
+        self.finished = True
+        if self.keeps_all:
+            self.keeps_all = keep_all
+            for slot in [slot for ref in self._slots if (slot := ref()) is not None]:
+                if keep_all and slot.value is not None:
+                    slot.version = version_of(slot.value)
+                else:
+                    slot.value = None
+
     def _unpack(self, slot: SavedSlot) -> torch.Tensor:
+        if self.keeps_all and slot.value is not None:
+            if self.finished and version_of(slot.value) != slot.version:
+                raise RecomputeError(
+                    f"ckpt_wrap.checkpoint_: a tensor that module {self._call.where} saved has "
+                    "been modified by an inplace operation since. Change a clone of it, or change "
+                    "it after backward."
+                )
+            return slot.value
         if slot.value is None:
             self._recompute()
         value, slot.value = slot.value, None

@@ -265,6 +265,11 @@ def is_parameter_view(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` or `nn.Module.compile` was called on the module."""
+    return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
+
+
 def is_parametrized_class(kind: Any) -> bool:
     """Whether `torch.nn.utils.parametrize` made the class, for one module and its copies."""
     getstate = vars(kind).get("__getstate__")

@@ -21,7 +21,7 @@ from _harness import (
     sharded,
     share,
 )
-from _whole import same_grads, same_step
+from _whole import same_grads, same_step, whole_bytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -134,6 +134,31 @@ def check_input_used_in_many_steps_is_hooked_once(rank: int, world: int) -> None
     del model, out
     gc.collect()
     assert all(hook.args[0]() is None for hook in x._backward_hooks.values())
+
+
+def note(seen: list[int], count: Callable[[nn.Module], int], model: nn.Module, *_: Any) -> None:
+    """A hook that notes how much is whole."""
+    seen.append(count(model))
+
+
+def check_dropped_forwards_keep_nothing_whole(rank: int, world: int) -> None:
+    """Of an evaluation without no_grad; a rank that keeps their losses frees units at the end."""
+    first, *others = batches(world, 4)
+    for keeps in (False, True):
+        model, kept, peaks = sharded(), [], []
+        for count in (0, 3, 0):
+            losses = [loss_of(model, share(ids, rank)) for ids in others[:count]]
+            kept += losses if keeps and rank else []
+            del losses
+            seen = [0]
+            told = partial(note, seen, whole_bytes, model)
+            handles = [block.up.register_full_backward_hook(told) for block in model.blocks]
+            same_step(model, plain(), first, rank)
+            peaks.append(max(seen))
+            for handle in handles:
+                handle.remove()
+        assert peaks[0] == peaks[2]
+        assert (peaks[1] == peaks[0]) != bool(kept)
 
 
 def check_a_loss_of_an_input_alone_sends_nothing(rank: int, world: int) -> None:

@@ -17,7 +17,11 @@ from .plan._report import report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a plan; return 1 if nothing fits, 2 if the input is invalid."""
+    """Print a plan.
+
+    Returns:
+        0 if a step fits, 1 if nothing fits, 2 if the input is invalid, 3 if the model fails.
+    """
     options = _parser().parse_args(arguments)
     try:
         found = estimate(
@@ -31,6 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SacError as error:
         print(error, file=sys.stderr)
         return 2
+    except Exception as error:  # of the model
+        if options.traceback:
+            raise
+        reason = " ".join(str(error).split())[:500]
+        print(
+            f"sac_policies plan: {options.model!r} fails on tensors without data: "
+            f"{type(error).__name__}: {reason}. Add --traceback to see where.",
+            file=sys.stderr,
+        )
+        return 3
     print(report(found))
     return 0 if found.recommended else 1
 
@@ -47,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", default="adamw", choices=OPTIMIZERS)
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--memory", help='what a step may take, such as "60 GiB"; default: 95 %% of the device')
+    add("--traceback", action="store_true", help="if the model fails, print where")
     return parser
 
 

@@ -15,12 +15,9 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ._errors import EngineError, PolicyError, shown
 from ._torch_compat import in_func_transform, is_traced
 from .compiled._tags import tags
-from .eager import _run as tape
-from .eager import _second_forward as second_forward
-from .eager._parted import parted
+from .eager import _tape as tape
 from .policies._functions import PolicyLike, as_policy, is_selective, selective
 from .policies._policies import Policy, behind
-from .policies._rules import RECOMPUTE_ALL
 
 _OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_stop", "debug")
 CHECKS = ("default", "bits", "none")
@@ -39,7 +36,8 @@ def checkpoint(
     `function` runs once: backward calls single operators again, and never Python code of
     `function`. Results that cannot be reproduced are kept: random numbers, results of in-place and
     unknown operators, integers. Compiled code is recomputed by the compiler; a compiled module
-    inside an eager region runs again as a whole, as in torch's checkpoint.
+    inside an eager region runs again as a whole, as in torch's checkpoint, unless it wrote to
+    something.
 
     Args:
         function: a module or any callable of tensors.
@@ -75,7 +73,8 @@ def checkpoint(
         return torch_checkpoint(function, *args, **kwargs)
     if torch.compiler.is_compiling():
         return _run_traced(function, args, kwargs, _for_compiler(policy))
-    policy = as_policy(policy)
+    if not isinstance(policy, Policy):
+        policy = as_policy(policy)
     if kwargs or in_func_transform():
         check_call(function, kwargs, where="checkpoint")
     if is_traced():
@@ -91,38 +90,6 @@ def _run_traced(
     if kwargs.get("determinism_check") == "bits":
         del kwargs["determinism_check"]
     return torch_checkpoint(function, *args, context_fn=make, **kwargs)
-
-
-def run_again(
-    function: Callable[..., T],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    around: Callable[[], Contexts] | None,
-    rewrites: bool = False,
-    compares: bool = False,
-) -> T:
-    """Call `function` so that backward runs it a second time and keeps nothing else.
-
-    Uses a second forward, or torch's checkpoint if something observes the operators. Both hold
-    tensors, and refuse those that were written to. A function with mutable arguments that are not
-    tensors runs on the tape instead.
-
-    Args:
-        function: the function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        around: makes the contexts of both runs; None for no contexts.
-        rewrites: whether the function writes to tensors in its arguments.
-        compares: whether to compare bits of saved values between both runs.
-    """
-    call = None if rewrites or torch.compiler.is_compiling() else parted(function, args, kwargs)
-    if call is None:
-        return checkpoint(function, *args, policy=RECOMPUTE_ALL, **kwargs)
-    if second_forward.is_possible(call[1]):
-        name = getattr(function, "__qualname__", type(function).__name__)
-        return second_forward.run(*call, name, None if around is None else around(), compares)
-    options: dict[str, Any] = {} if around is None else {"context_fn": around}
-    return checkpoint(call[0], *call[1], **options)
 
 
 # Compiled code, and wrappers that only take torch's context_fn

@@ -53,24 +53,6 @@ def _tensors(value: Any, around: set[int]) -> Iterator[torch.Tensor]:
             around.discard(id(leaf))
 
 
-def compared_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape that two runs of a function must share.
-
-    A nested tensor in the strided layout has no size in a dimension where its parts differ: -1.
-    A jagged shape stays symbolic: jagged tensors with different offsets do not match.
-    """
-    if not (tensor.is_nested and tensor.layout is torch.strided):
-        return tensor.shape
-    return tuple(_size(tensor, dim) for dim in range(tensor.dim()))
-
-
-def _size(tensor: torch.Tensor, dim: int) -> int:
-    try:
-        return tensor.size(dim)
-    except RuntimeError:
-        return -1
-
-
 def is_accelerator(device: torch.device) -> bool:
     """Whether a device has its own streams, memory and random numbers."""
     return device.type not in ("cpu", "meta")

@@ -13,7 +13,7 @@ from ._checkpoint import check_call, own_arguments
 from ._errors import EngineError
 from ._frames import user_line
 from ._torch_compat import is_traced
-from .eager import _run as tape
+from .eager import _tape as tape
 from .eager._moved import OffloadStats
 from .eager._observed import Observed
 from .policies._catalogue import ATTENTION, CONVOLUTIONS, MATMULS, Group

@@ -346,3 +346,59 @@ def test_an_optimizer_step_in_or_after_backward_is_allowed(part, device):
                     for parameter in () if in_backward else module.parameters():
                         step(parameter)
             assert all(map(torch.equal, plain.parameters(), wrapped.parameters())), impl
+
+
+class Mode:
+    """A sentinel: users compare it with `is`."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+HALF, FULL = Mode(0.5), Mode(2.0)
+
+
+class Moded(nn.Module):
+    """Scales by a mode, which may be nested in a container, and reports which one it got."""
+
+    def __init__(self, report) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.report = report
+
+    def forward(self, x, mode=None, nested=None):
+        """Scale and call the layer."""
+        mode = nested["mode"][0] if mode is None else mode
+        self.report("HALF" if mode is HALF else "FULL" if mode is FULL else "a copy")
+        return torch.tanh(self.linear(x) * (0.5 if mode is HALF else 2.0))
+
+
+@requirement(
+    "CW-120",
+    level="MUST",
+    text=(
+        "An argument that nothing changes MUST be the same object in recomputation as in forward, "
+        "whether it is positional, by keyword or in a container."
+    ),
+    rationale=(
+        "sentinels and modes are compared with `is`; with a copy recomputation takes the other "
+        "branch, and gradients are silently wrong"
+    ),
+    since="0.1.0",
+    profile="robust",
+)
+def test_an_argument_compared_by_identity_stays_the_same_object(part, device):
+    """Forward and recomputation see the sentinel that was passed."""
+    given = ((HALF,), {}), ((), {"mode": HALF}), ((), {"nested": {"mode": [HALF]}})
+    for args, kwargs in given:
+        seen = []
+        plain = Moded(str).to(device)
+        wrapped = part.checkpoint_wrapper(Moded(seen.append).to(device))
+        wrapped.load_state_dict(plain.state_dict())
+        x = torch.linspace(-1, 1, 8, device=device).view(2, 4)
+        grads = []
+        for model in (plain, wrapped):
+            model(x, *args, **kwargs).sum().backward()
+            grads.append([p.grad for p in model.parameters()])
+        assert seen == ["HALF", "HALF"]
+        assert all(map(torch.equal, *grads))

@@ -333,3 +333,42 @@ def test_gradient_inside_a_region(part, device, function, early_stop):
         seen = [out.detach(), norm.running_mean.clone(), norm.num_batches_tracked.clone()]
         results.append([*seen, *torch.autograd.grad(out.square().sum(), [x, w])])
     assert all(map(torch.equal, *results))
+
+
+class Mode:
+    """A sentinel: users compare it with `is`."""
+
+
+HALF = Mode()
+
+
+@requirement(
+    "SP-220",
+    level="MUST",
+    text=(
+        "An argument that nothing changes MUST be the same object in recomputation as in forward, "
+        "whether it is positional, by keyword or in a container."
+    ),
+    rationale=(
+        "sentinels and modes are compared with `is`; with a copy recomputation takes the other "
+        "branch, and gradients are silently wrong"
+    ),
+    since="0.1.0",
+    profile="robust",
+)
+def test_an_argument_compared_by_identity_stays_the_same_object(part, device):
+    """Forward and recomputation see the sentinel that was passed."""
+    seen = []
+
+    def function(t, mode=None, nested=None):
+        seen.append((mode if nested is None else nested["mode"][0]) is HALF)
+        return F.silu(t * (0.5 if seen[-1] else 2.0)).sin()
+
+    x = leaf(device, 2, 4)
+    for args, kwargs in (((HALF,), {}), ((), {"mode": HALF}), ((), {"nested": {"mode": [HALF]}})):
+        expected = torch.autograd.grad(function(x, *args, **kwargs).sum(), x)
+        seen.clear()
+        out = part.checkpoint(function, x, *args, **kwargs)
+        found = torch.autograd.grad(out.sum(), x)
+        assert seen == [True, True]
+        assert torch.equal(found[0], expected[0])

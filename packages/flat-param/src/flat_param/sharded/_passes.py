@@ -1,7 +1,7 @@
-"""The state of the forward or backward pass that runs.
+"""The state of one pass: the forwards since the last backward, and the backwards through them.
 
-All state of a pass is in one object. Units have no state of a pass, so dropping the object ends the
-pass for all units.
+All state of a pass is in one `Pass`. Units have no state of a pass, so a new object ends the pass
+for all units. The first outermost forward after a backward makes it.
 
     state     `forward`  `backward`  a forward begins   its outermost ends  a gradient comes
     idle      None       None        -> forward                             -> backward
@@ -13,17 +13,139 @@ backward. The next call outside of a backward begins with `Schedule.settle`, whi
 backward runs and goes to idle. The pass holds a weak reference to the callback that ends it. The
 engine drops the callback when a backward fails, so a dead reference means that the backward was
 stopped.
+
+Forwards whose graph is dropped are part of the pass, too: ranks may drop graphs at other times, so
+the order of collectives must not depend on it. Only when a unit is freed does.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from .._torch_compat import backward_is_running
 from ..comm._comm import Pending
+from ._tensors import tensors_in
 from ._unit import Unit
+
+InputHook = Callable[[weakref.ref[Unit], "UnitForward", Tensor], None]
+
+
+class UnitForward:
+    """One forward of a unit.
+
+    Hooks on its outputs and inputs refer to it, so it lives as long as their graph.
+
+    Attributes:
+        unit: the unit, weakly, as leaves may outlive it.
+        inputs: number of its inputs that may get a gradient.
+        handles: of the hooks on them.
+        versions: of the unit's leaves when it began.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = weakref.ref(unit)
+        self.versions = unit.leaf_versions()
+        self.inputs = 0
+        self.handles: list[RemovableHandle] = []
+
+    def hook(self, tensor: Tensor, function: InputHook) -> None:
+        """Call a function with the unit and this forward at the gradient of an input."""
+        self.handles.append(tensor.register_hook(partial(function, self.unit, self)))
+        self.inputs += 1
+
+
+class UnitPass:
+    """The forwards of a unit in a pass.
+
+    Attributes:
+        around: units in whose forward it ran.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.around: set[Unit] = set()
+        self._forwards: list[weakref.ref[UnitForward]] = []
+        # Leaves, such as parameters that the unit ignores, outlive graphs, so they have one hook.
+        self._leaves = UnitForward(unit)
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+
+    def hook_inputs(self, forward: UnitForward, inputs: Any, function: InputHook) -> None:
+        """Hook the inputs of a forward, each once."""
+        self._forwards = [each for each in self._forwards if each() is not None]
+        self._forwards.append(weakref.ref(forward))
+        hooked: set[int] = set()
+        for tensor in tensors_in(inputs):
+            if not tensor.requires_grad or id(tensor) in hooked:
+                continue
+            hooked.add(id(tensor))
+            if not tensor.is_leaf:
+                forward.hook(tensor, function)
+                continue
+            known = self._known.get(id(tensor))
+            if known is None or known() is not tensor:
+                self._leaves.hook(tensor, function)
+                self._known[id(tensor)] = weakref.ref(tensor)
+
+    def forwards(self) -> Iterable[UnitForward]:
+        """The forwards whose graph exists, and one for all leaves."""
+        yield self._leaves
+        for each in self._forwards:
+            forward = each()
+            if forward is not None:
+                yield forward
+
+    def end(self) -> None:
+        """Remove the hooks on inputs: no backward will reach them."""
+        for forward in self.forwards():
+            for handle in forward.handles:
+                handle.remove()
+
+
+@dataclass
+class Pass:
+    """The forwards since the last backward, and the backwards through them.
+
+    Attributes:
+        forward: the forward that runs.
+        backward: the backward that runs, or was stopped.
+        chain: units that backward may reach, in order; the value says whether the unit was
+            resharded.
+        units: the forwards of each unit.
+        is_spent: whether a backward has begun, so that the next outermost forward begins a pass.
+    """
+
+    forward: ForwardPass | None = None
+    backward: BackwardPass | None = None
+    chain: dict[Unit, bool] = field(default_factory=dict)
+    units: dict[Unit, UnitPass] = field(default_factory=dict)
+    is_spent: bool = False
+
+    def of(self, unit: Unit) -> UnitPass:
+        """The forwards of a unit."""
+        found = self.units.get(unit)
+        if found is None:
+            found = self.units[unit] = UnitPass(unit)
+        return found
+
+    def around(self, unit: Unit) -> Iterable[Unit]:
+        """Units in whose forward a unit ran."""
+        found = self.units.get(unit)
+        return () if found is None else found.around
+
+    def next(self) -> Pass:
+        """The pass of an outermost forward: a new one after a backward."""
+        if not self.is_spent:
+            return self
+        for each in self.units.values():
+            each.end()
+        return Pass()
 
 
 @dataclass
@@ -31,16 +153,21 @@ class ForwardPass:
     """An outermost forward and the forwards inside it.
 
     Attributes:
-        running: units whose forwards run, one within the other.
+        running: forwards of units, one within the other.
         order: units in the order in which they began.
         ahead: units that were prefetched.
         incomplete: units of several modules, of which only the listed modules were called.
     """
 
-    running: list[Unit] = field(default_factory=list)
+    running: list[tuple[Unit, UnitForward]] = field(default_factory=list)
     order: list[Unit] = field(default_factory=list)
     ahead: list[Unit] = field(default_factory=list)
     incomplete: dict[Unit, set[int]] = field(default_factory=dict)
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units whose forwards run."""
+        return [unit for unit, _ in self.running]
 
 
 @dataclass
@@ -56,7 +183,8 @@ class BackwardPass:
         is_differentiated: whether `create_graph` is set, so that a later backward may read
             parameters.
         ready: units that have all their gradients.
-        reducing: reductions in flight.
+        reducing: reductions in flight, and functions that begin those over replicas.
+        summing: reductions over replicas in flight.
         reduced: units whose reduction has begun or is finished.
         ending: whether only the finalize step is left.
         failed: whether the finalize step or the backward raised an error.
@@ -69,7 +197,8 @@ class BackwardPass:
     units: dict[Unit, UnitBackward]
     is_differentiated: bool
     ready: set[Unit] = field(default_factory=set)
-    reducing: list[Pending] = field(default_factory=list)
+    reducing: list[tuple[Pending, Callable[[], Pending]]] = field(default_factory=list)
+    summing: list[Pending] = field(default_factory=list)
     reduced: list[Unit] = field(default_factory=list)
     ending: bool = False
     failed: bool = False
@@ -91,7 +220,7 @@ class UnitBackward:
         inner: units that ran inside this unit's forward and still expect a leaf's gradient.
         begun: whether an output has its gradient.
         arrived: leaves that have their gradient.
-        inputs_arrived: inputs that have their gradient.
+        inputs_arrived: for each forward, inputs that have their gradient.
         freed: whether it was resharded.
         summed: whether the reduction of its gradients has begun.
     """
@@ -100,6 +229,6 @@ class UnitBackward:
     inner: int = 0
     begun: bool = False
     arrived: int = 0
-    inputs_arrived: int = 0
+    inputs_arrived: Counter[UnitForward] = field(default_factory=Counter)
     freed: bool = False
     summed: bool = False

@@ -15,8 +15,8 @@
   and so does a unit without an output tensor to hook.
 - A leaf that this backward does not reach may belong to a nested backward (reentrant checkpoints).
   Gradients are then reduced when all inputs have gradients, or at the end.
-- One reduction is in flight at a time. The previous one is finished and its memory freed before the
-  next one starts.
+- One reduction is in flight at a time, and one over replicas. The previous one is finished and its
+  memory freed before the next one starts; then that over replicas begins.
 - `.grad` is set at the end of backward, and only for parameters that some rank used.
 - While gradients are accumulated (`sync` is False) nothing is reduced. Until replicas are reduced,
   no `.grad` is set.
@@ -34,7 +34,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._errors import StateError
 from .._torch_compat import at_end_of_backward
@@ -42,7 +42,7 @@ from ..comm._buffer_pool import BufferPool
 from ..comm._capturing import refuse_capture
 from ..comm._comm import CommLog
 from ._order import publish
-from ._passes import BackwardPass, ForwardPass, UnitBackward
+from ._passes import BackwardPass, ForwardPass, Pass, UnitBackward, UnitForward
 from ._sharded_grads import ShardedGrads
 from ._strays import look_for_strays
 from ._tensors import cast_floats, hook_nodes, tensors_in
@@ -57,8 +57,7 @@ class Schedule:
         log: counts of their collectives.
         pool: temporary buffers of their gradients.
         sync: whether the next backward reduces gradients over ranks.
-        forward: the forward pass that runs.
-        backward: the backward pass that runs, or was stopped.
+        current: the pass; see _passes.py.
     """
 
     def __init__(self) -> None:
@@ -66,12 +65,8 @@ class Schedule:
         self.log = CommLog()
         self.pool = BufferPool()
         self.sync = True
-        self.forward: ForwardPass | None = None
-        self.backward: BackwardPass | None = None
+        self.current = Pass()
         self._last_order: list[Unit] = []
-        # Units that backward may reach, in order; the value says whether the unit was resharded.
-        self._chain: dict[Unit, bool] = {}
-        self._chain_is_spent = False
         self._accumulated: dict[Unit, None] = {}
         # Functions, because a bound method would keep the schedule alive.
         self.pre_forward, self.post_forward = _uncompiled_ends()
@@ -85,6 +80,16 @@ class Schedule:
                 self.units.append(unit)
 
     @property
+    def forward(self) -> ForwardPass | None:
+        """The forward that runs."""
+        return self.current.forward
+
+    @property
+    def backward(self) -> BackwardPass | None:
+        """The backward that runs, or was stopped."""
+        return self.current.backward
+
+    @property
     def depth(self) -> int:
         """Number of nested running forwards."""
         return 0 if self.forward is None else len(self.forward.running)
@@ -94,12 +99,12 @@ class Schedule:
         if self.backward is not None:
             state = self.backward.units.get(unit)
             return state is not None and state.begun and not state.freed
-        return self.forward is not None and unit in self.forward.running
+        return self.forward is not None and unit in self.forward.units
 
     def was_freed(self, unit: Unit) -> None:
         """Record that a unit was resharded, so that backward gathers it again."""
-        if unit in self._chain:
-            self._chain[unit] = True
+        if unit in self.current.chain:
+            self.current.chain[unit] = True
 
     def settle(self) -> None:
         """End a pass that an exception has stopped, if there is one. Not a collective."""
@@ -119,37 +124,37 @@ class Schedule:
         if not self.depth:
             look_for_strays(unit, self.units)
         self.settle()
-        recomputes = self.backward is not None
-        if not recomputes:
-            self._enter(unit)
+        begun = None if self.backward is not None else self._enter(unit)  # None: it recomputes
         unit.unshard()
         unit.compute_with_leaves()
-        if not recomputes:
+        if begun is not None:
             self._prefetch_forward(unit)
             if torch.is_grad_enabled():
-                unit.hook_inputs((args, kwargs, unit.ignored))
+                inputs = (args, kwargs, unit.ignored)
+                self.current.of(unit).hook_inputs(begun, inputs, _on_input_grad)
         policy = unit.options.precision
         dtype = policy.param_dtype if policy.cast_forward_inputs else None
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
-    def _enter(self, unit: Unit) -> None:
+    def _enter(self, unit: Unit) -> UnitForward:
         """Record that a unit's forward begins."""
         forward = self.forward
         if forward is None:
-            self._clear_chain()
-            self.forward = forward = ForwardPass()
-        unit.around.update(forward.running, forward.incomplete)
-        unit.around.discard(unit)  # a module that calls itself
-        forward.running.append(unit)
+            self._begin_pass()
+            self.current.forward = forward = ForwardPass()
+        around = self.current.of(unit).around
+        around.update(forward.units, forward.incomplete)
+        around.discard(unit)  # a module that calls itself
+        begun = UnitForward(unit)
+        forward.running.append((unit, begun))
         forward.order.append(unit)
         unit.reshard_if_stale()
+        return begun
 
-    def _clear_chain(self) -> None:
-        if self._chain_is_spent:
-            self._chain, self._chain_is_spent = {}, False
-            for unit in self.units:
-                unit.forget_inputs()
-        elif self._chain:
+    def _begin_pass(self) -> None:
+        before = self.current
+        self.current = before.next()
+        if self.current is before and before.chain:
             # A backward may have been stopped before its pass was recorded here.
             for unit in self.units:
                 unit.drop_leaf_grads()
@@ -173,8 +178,9 @@ class Schedule:
         returns = keeps = False
         if torch.is_grad_enabled():
             tensors = list(tensors_in(output))
-            # A graph may be the only reference to the schedule.
-            told = partial(self._on_output_grad, unit)
+            running = [] if self.forward is None else self.forward.running[-1:]
+            # A graph may be the only reference to the schedule, and keeps its `UnitForward`.
+            told = partial(self._on_output_grad, unit, *running)
             returns = hook_nodes(tensors, told) or not tensors
             keeps = returns and (self.depth == 1 or not tensors or not unit.frees_after_forward)
         if self.backward is None and self.forward is not None:
@@ -188,11 +194,14 @@ class Schedule:
 
         A unit of several modules stays unsharded until all were called.
         """
+        _, begun = forward.running[-1]
+        unit.check_unwritten(begun.versions)
         forward.running.pop()
+        chain = self.current.chain
         if returns:
-            self._chain.pop(unit, None)
-            self._chain[unit] = not keeps
-        if unit in forward.running:
+            chain.pop(unit, None)
+            chain[unit] = not keeps
+        if unit in forward.units:
             return  # a method of its module runs around this call, and needs the unit
         if unit.module_count > 1:
             called = forward.incomplete.setdefault(unit, set())
@@ -201,8 +210,8 @@ class Schedule:
                 del forward.incomplete[unit]
         if keeps or unit in forward.incomplete:
             unit.sites.swap_out()
-            if unit in self._chain:
-                self._chain[unit] = False
+            if unit in chain:
+                chain[unit] = False
         else:
             unit.reshard()
             self.was_freed(unit)
@@ -217,7 +226,7 @@ class Schedule:
             unit.reshard()
             self.was_freed(unit)
         self._last_order = forward.order
-        self.forward = None
+        self.current.forward = None
 
     def stop(self, depth: int) -> None:
         """Handle an exception that leaves a forward begun at `depth`. Not a collective.
@@ -228,11 +237,11 @@ class Schedule:
         forward = self.forward
         if forward is None or self.backward is not None:
             return
-        left = forward.running[depth:]
+        left = forward.units[depth:]
         del forward.running[depth:]
         if forward.running:  # the module around it may catch the exception
             for unit in left:
-                if unit not in forward.running:
+                if unit not in forward.units:
                     unit.reshard()
         else:
             self._drop_forward()
@@ -240,12 +249,12 @@ class Schedule:
     def _drop_forward(self) -> None:
         for unit in self.units:
             unit.reshard()
-        self._chain = dict.fromkeys(self._chain, True)
-        self.forward = None
+        self.current.chain = dict.fromkeys(self.current.chain, True)
+        self.current.forward = None
 
     # Backward.
 
-    def _on_output_grad(self, unit: Unit, _: object) -> None:
+    def _on_output_grad(self, unit: Unit, *_: object) -> None:
         """Pre-backward: unshard the unit, and begin to gather the next ones. Collective."""
         state = self._standing(unit)
         if state.begun or state.freed:
@@ -256,7 +265,7 @@ class Schedule:
         unit.compute_with_leaves()
         self._advance(unit, state)
 
-    def on_input_grad(self, unit: Unit) -> None:
+    def on_input_grad(self, unit: Unit, forward: UnitForward) -> None:
         """Handle the gradient of an input or of an ignored parameter.
 
         It may be the gradient of another loss, so it starts no backward pass.
@@ -264,7 +273,7 @@ class Schedule:
         current = self.backward
         if current is not None and not current.was_stopped and unit in current.units:
             state = current.units[unit]
-            state.inputs_arrived += 1
+            state.inputs_arrived[forward] += 1
             self._advance(unit, state)
 
     def on_grad(self, unit: Unit, grads: ShardedGrads, index: int) -> None:
@@ -280,7 +289,7 @@ class Schedule:
         grads.take(index, self.pool)
         state.arrived += 1
         if state.arrived == state.expected:
-            for outer in unit.around:
+            for outer in self.current.around(unit):
                 around = self._standing(outer)
                 around.inner -= 1
                 self._advance(outer, around)
@@ -290,8 +299,10 @@ class Schedule:
         """Reduce and reshard a unit as soon as the docstring of the file allows it."""
         if not state.begun or state.arrived < state.expected or state.freed:
             return
-        inputs = unit.input_count
-        missing = inputs - state.inputs_arrived
+        forwards = self.current.of(unit).forwards()
+        counts = [(each.inputs, state.inputs_arrived[each]) for each in forwards]
+        inputs = sum([count for count, _ in counts])
+        missing = inputs - sum([arrived for _, arrived in counts])
         if state.expected == len(unit.nodes) or (inputs and missing <= 0):
             self._on_grads(unit)
         if state.inner or missing > 0 or not (inputs or state.expected == unit.leaf_count):
@@ -325,22 +336,22 @@ class Schedule:
     def _begin_backward(self) -> BackwardPass:
         callback = partial(self._end_backward)
         at_end_of_backward(callback)
-        chain = self._chain
+        chain = self.current.chain
         order = list(reversed(chain))
-        trained = [unit for unit in _inner_first(order) if unit.grads]
+        trained = [unit for unit in self._inner_first(order) if unit.grads]
         late = [unit for unit in self._accumulated if unit not in chain]
         to_gather: dict[Unit, None] = {}
         for unit in order:
             to_gather |= dict.fromkeys((unit, *unit.backward_prefetch))
         units = {unit: UnitBackward(unit.count_expected()) for unit in chain}
         for unit, state in units.items():
-            for outer in unit.around if state.expected else ():
+            for outer in self.current.around(unit) if state.expected else ():
                 if outer in units:
                     units[outer].inner += 1
         if not self.sync:
             self._accumulated |= dict.fromkeys(trained)
-        self._chain_is_spent = True
-        self.backward = BackwardPass(
+        self.current.is_spent = True
+        self.current.backward = backward = BackwardPass(
             sync=self.sync,
             callback=weakref.ref(callback, partial(_on_end, weakref.ref(self))),
             to_gather=[unit for unit in to_gather if chain.get(unit)],
@@ -348,7 +359,7 @@ class Schedule:
             units=units,
             is_differentiated=torch.is_grad_enabled(),
         )
-        return self.backward
+        return backward
 
     def _gather_for_backward(self, unit: Unit) -> None:
         """Begin to gather all units up to this one, and the next ones. Collective."""
@@ -372,16 +383,27 @@ class Schedule:
             self._reduce(current, current.to_reduce.pop(0))
 
     def _reduce(self, current: BackwardPass, unit: Unit) -> None:
-        self._finish_reducing(current)
+        self._advance_reductions(current)
         if unit in current.units:
             current.units[unit].summed = True
         for grads in unit.grads:
             current.reducing.append(grads.start_reduce(unit.reduction, self.pool))
         current.reduced.append(unit)
+        if all(pending.work is None for pending, _ in current.reducing):
+            self._advance_reductions(current)
 
-    def _finish_reducing(self, current: BackwardPass) -> None:
-        for pending in current.reducing:
+    def _advance_reductions(self, current: BackwardPass) -> None:
+        """Finish reductions over replicas, and begin those of the unit before. Collective."""
+        for pending in current.summing:
             pending.wait()
+        current.summing = []
+        for pending, start_sum in current.reducing:
+            pending.wait()
+            following = start_sum()
+            if following.work is None:
+                following.wait()
+            else:
+                current.summing.append(following)
         current.reducing = []
 
     def _release(self, unit: Unit) -> None:
@@ -414,7 +436,7 @@ class Schedule:
         except BaseException:
             current.failed = True  # the next call drops all gradients
             raise
-        self.backward = None
+        self.current.backward = None
 
     def _finish_queues(self, current: BackwardPass) -> None:
         while current.to_gather:
@@ -423,7 +445,8 @@ class Schedule:
             skipped.reshard()
         while current.to_reduce:
             self._reduce(current, current.to_reduce.pop(0))
-        self._finish_reducing(current)
+        for _ in range(2):
+            self._advance_reductions(current)
         for unit, state in current.units.items():
             if not state.freed or unit.is_unsharded:
                 self._release(unit)
@@ -444,24 +467,29 @@ class Schedule:
         for unit in self.units:
             unit.forget()
         self._accumulated = {}
-        self._chain = dict.fromkeys(self._chain, True)
+        self.current.chain = dict.fromkeys(self.current.chain, True)
         self._last_order = []  # ranks that disagreed about it would prefetch other units again
-        self.backward = None
+        self.current.backward = None
+
+    def _inner_first(self, order: list[Unit]) -> list[Unit]:
+        """Units in the order in which backward completes their gradients.
+
+        A unit that begins in forward with an embedding, and ends with a head, gets its last
+        gradient after all units inside it. `order` has it before them.
+        """
+        found: list[Unit] = []
+        begun: list[Unit] = []
+        for unit in order:
+            while begun and begun[-1] not in self.current.around(unit):
+                found.append(begun.pop())
+            begun.append(unit)
+        return found + begun[::-1]
 
 
-def _inner_first(order: list[Unit]) -> list[Unit]:
-    """Units in the order in which backward completes their gradients.
-
-    A unit that begins in forward with an embedding, and ends with a head, gets its last gradient
-    after all units inside it. `order` has it before them.
-    """
-    found: list[Unit] = []
-    begun: list[Unit] = []
-    for unit in order:
-        while begun and begun[-1] not in unit.around:
-            found.append(begun.pop())
-        begun.append(unit)
-    return found + begun[::-1]
+def _on_input_grad(unit_ref: weakref.ref[Unit], forward: UnitForward, _: Tensor) -> None:
+    unit = unit_ref()
+    if unit is not None:
+        unit.schedule.on_input_grad(unit, forward)
 
 
 def _on_end(schedule_ref: weakref.ref[Schedule], callback: weakref.ref[Callable[[], None]]) -> None:

@@ -24,10 +24,10 @@ from ..comm._clip import spread_of
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
 from ..comm._home_stream import SharedMemory, at_home, home_stream, record_use
+from ..comm._host_copies import HostCopy
 from ..layout._layout import Segment
 from ..layout._options import UnitOptions, compute_dtype
 from ..layout._shard import plan_shard
-from ._host_copies import HostCopy
 from ._param_piece import ParamPiece, PieceSegment
 from ._piece_tensors import be_piece
 
@@ -71,6 +71,7 @@ class ShardedParams:
         self.held = self._move_into_shard(params)
         self._mark_params()
         self._memory: SharedMemory | None = None
+        self._copy: HostCopy | None = None
         self._make_full()
 
     @torch.no_grad()
@@ -158,17 +159,35 @@ class ShardedParams:
 
     def gather_into(self, full: Tensor) -> Pending:
         """Begin to fill `full` (world*shard,), of any dtype. Collective."""
-        comm, plan = self.comms.gather, self.plan
-        if comm.world_size == 1 and full.dtype == self.shard.dtype and self.pins(self.shard.device):
-            return Pending(comm, "all_gather").then(HostCopy(full, self.shard).wait)
-        home = home_stream(full.device)
-        part = self.shard.to(device=full.device, dtype=full.dtype)
+        comm, plan, home = self.comms.gather, self.plan, home_stream(full.device)
         staged = full if plan.even else full.new_empty(plan.world_size * plan.shard_numel)
-        pending = comm.all_gather(as_bytes(staged), as_bytes(part))
+        if self.shard.device == full.device:
+            part, from_stream = self.shard.to(full.dtype), home
+            pending = comm.all_gather(as_bytes(staged), as_bytes(part))
+        else:
+            with HostCopy(full.device, "in") as copy:
+                part, from_stream = self._near(full), copy.stream
+                pending = comm.all_gather(as_bytes(staged), as_bytes(part))
+            self._copy = copy
+            pending.then(copy.wait)
         if staged is not full:
             pending.then(partial(self._unstage, full, staged))
-        made = [each for each, kept in ((part, self.shard), (staged, full)) if each is not kept]
-        return pending.then(partial(record_use, home, *made)) if made else pending
+            pending.then(partial(record_use, home, staged))
+        if part is not self.shard:
+            pending.then(partial(record_use, from_stream, part))
+        return pending
+
+    def _near(self, full: Tensor) -> Tensor:
+        """Copy the shard to the device of a buffer, and into the buffer if that is all of it."""
+        if self.comms.gather.world_size == 1 and full.dtype == self.shard.dtype:
+            return full.copy_(self.shard, non_blocking=True)
+        near = self.shard.to(full.device, non_blocking=True)
+        return near.to(full.dtype)
+
+    def synchronize(self) -> None:
+        """Wait on the host for the last copy of the shard, so that the shard may be changed."""
+        if self._copy is not None:
+            self._copy.synchronize()
 
     def _unstage(self, full: Tensor, staged: Tensor) -> None:
         rows = staged.view(self.plan.world_size, self.plan.shard_numel)

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from .._errors import StateError
 from .._torch_compat import will_run, without_torch_function
@@ -30,7 +29,6 @@ from ._param_sites import ParamSite, ParamSites
 from ._piece_tensors import outside_unit
 from ._sharded_grads import Reduction, ShardedGrads
 from ._sharded_params import ShardedParams
-from ._tensors import tensors_in
 
 
 class Unit:
@@ -44,7 +42,6 @@ class Unit:
         ignored_places: where they are registered, by `id` of a module's parameters, and key.
         grads: gradients of the trainable segments.
         is_unsharded: whether every leaf may be read.
-        around: units in whose forward this unit ran since the last backward.
         frees_after_forward: whether it is resharded between forward and backward.
         frees_after_backward: whether it is resharded after backward; None: see `Schedule._release`.
         reduction: how its gradients are reduced.
@@ -53,7 +50,6 @@ class Unit:
         looked_at: number of registrations at the last search for strays.
         nodes: graph nodes that accumulate the gradients of the leaves.
         leaf_count: number of leaves, including frozen ones.
-        input_count: inputs hooked since the last `forget_inputs`.
         is_by_hand: whether a user called `unshard()`, and no forward or backward has begun since.
         is_shown: whether the module has the leaves because of that call.
     """
@@ -82,7 +78,6 @@ class Unit:
         self.options = options
         self.join(schedule)
         self.grads: tuple[ShardedGrads, ...] = ()
-        self.around: set[Unit] = set()
         self.frees_after_forward = True
         self.frees_after_backward: bool | None = None
         self.reduction = Reduction()
@@ -93,8 +88,6 @@ class Unit:
         self._version: tuple[int, bool] | None = None
         self.nodes: list[Any] = []
         self._piece_nodes: list[Any] = []
-        self.input_count = 0
-        self._inputs: dict[int, tuple[weakref.ref[Tensor], RemovableHandle]] = {}
         self._use_leaves()
 
     def join(self, schedule: object) -> None:
@@ -153,23 +146,6 @@ class Unit:
                         node.register_prehook(partial(_refuse_grad, weakref.ref(self), piece))
         self._piece_nodes = found
 
-    def hook_inputs(self, inputs: Any) -> None:
-        """Hook the tensors in `inputs`, each once, even if it is an input several times."""
-        for tensor in tensors_in(inputs):
-            known = self._inputs.get(id(tensor))
-            if tensor.requires_grad and (known is None or known[0]() is not tensor):
-                self.input_count += 1
-                handle = tensor.register_hook(partial(_on_input_grad, weakref.ref(self)))
-                self._inputs[id(tensor)] = weakref.ref(tensor), handle
-
-    def forget_inputs(self) -> None:
-        """Forget the forwards until now: no backward will reach them."""
-        for _, handle in self._inputs.values():
-            handle.remove()
-        self._inputs = {}
-        self.input_count = 0
-        self.around.clear()
-
     def start_gather(self) -> None:
         """Begin to unshard the parameters. Collective."""
         if self.is_unsharded or self._gathering is not None:
@@ -223,6 +199,28 @@ class Unit:
         if self.is_by_hand:
             self.end_show()
         self.sites.swap_in()
+
+    def leaf_versions(self) -> list[int]:
+        """Numbers that change with every write to a leaf that is lost when the unit is freed."""
+        return [leaf._version for part in self.parts if not part.aliased for leaf in part.leaves]
+
+    def check_unwritten(self, before: list[int]) -> None:
+        """Refuse leaves that forward has written to.
+
+        Raises:
+            StateError: one was written to since `leaf_versions` returned `before`.
+        """
+        now = self.leaf_versions()
+        if now == before:
+            return
+        pieces = [piece for part in self.parts if not part.aliased for piece in part.pieces]
+        pairs = zip(pieces, before, now, strict=True)
+        label = next(piece.label for piece, old, new in pairs if old != new)
+        raise StateError(
+            f"flat_param.fully_shard: parameter {label} was written to in forward, but there it is "
+            "a copy of the shards of all ranks, and the write would be lost. Make it a buffer, or "
+            "write between steps under whole_params(write_back=True)."
+        )
 
     def reshard(self) -> None:
         """Put the optimizer's parameters back and free the unsharded ones. Not a collective."""
@@ -299,12 +297,6 @@ def _places(
 def _refuse_grad(unit_ref: weakref.ref[Unit], piece: ParamPiece, _: object) -> None:
     if unit_ref() is not None:
         raise outside_unit(piece, "the loss was computed with it")
-
-
-def _on_input_grad(unit_ref: weakref.ref[Unit], _: Tensor) -> None:
-    unit = unit_ref()
-    if unit is not None:
-        unit.schedule.on_input_grad(unit)
 
 
 def _on_grad(

@@ -57,10 +57,15 @@ registered_operators: Callable[[], Iterable[str]] = find("_C._dispatch_get_all_o
 modes_entered: Callable[[], int] = find("_C._len_torch_dispatch_stack")
 """Count the dispatch modes of this thread."""
 tree_leaves: Callable[[Any], list[Any]] = find("utils._pytree.tree_leaves")
+_tree_map_only: Callable[..., Any] = find("utils._pytree.tree_map_only")
 FAKE_TENSOR: Any = find("_subclasses.fake_tensor.FakeTensor")
 fake_mode: Callable[[], AbstractContextManager[Any]] = find(
     "_subclasses.fake_tensor.FakeTensorMode"
 )
+no_fake_mode: Callable[[], AbstractContextManager[Any]] = find(
+    "_subclasses.fake_tensor.unset_fake_temporarily"
+)
+"""Leave the fake mode for a while."""
 RANGE_START: Any = find("ops.profiler._record_function_enter_new.default")
 RANGE_END: Any = find("ops.profiler._record_function_exit._RecordFunction")
 """Operators that open and close a profiler range."""
@@ -184,3 +189,8 @@ def announced(number: int, function: Callable[..., T], *args: Any, **kwargs: Any
     finally:
         for callback in callbacks:
             callback(None)
+
+
+def tree_map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Replace the tensors in nested containers."""
+    return _tree_map_only(torch.Tensor, function, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from traceback import walk_tb
 from types import GeneratorType
@@ -27,6 +27,18 @@ _set_excluded = find("_C._SetExcludeDispatchKeyGuard")
 _KEYS = find("_C.DispatchKey")
 no_dispatch = find("_C._DisableTorchDispatch")
 """Hide operators from every dispatch mode and subclass."""
+
+
+def hidden_from_modes(tensor: torch.Tensor | None) -> AbstractContextManager[Any]:
+    """Hide operators on a tensor from every dispatch mode and subclass.
+
+    A fake tensor needs its mode: without it, results are tensors of the meta device.
+    """
+    is_fake = isinstance(tensor, FAKE_TENSOR)
+    found: AbstractContextManager[Any] = nullcontext() if is_fake else no_dispatch()
+    return found
+
+
 no_torch_function = find("_C.DisableTorchFunctionSubclass")
 """Run operators without `__torch_function__` of subclasses."""
 

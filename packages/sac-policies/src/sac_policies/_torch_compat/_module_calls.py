@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -86,62 +86,6 @@ def compiled_in(root: nn.Module) -> list[nn.Module]:
         else:
             waiting += [child for child in module._modules.values() if child is not None]
     return found
-
-
-_HOOKS = tuple(
-    name
-    for name, value in vars(nn.Module()).items()
-    if isinstance(value, dict) and "_hooks" in name and "state_dict" not in name
-)
-"""Attributes of a module that hold the hooks of its calls."""
-
-
-_PLAIN = frozenset({bool, str})
-
-
-class Switches(NamedTuple):
-    """Hooks and switches of one module at one time.
-
-    Attributes:
-        attributes: of the module.
-        hooks: items of each non-empty dict of hooks, by name.
-        plain: attributes that are a bool or a str.
-    """
-
-    attributes: dict[str, Any]
-    hooks: dict[str, tuple[tuple[Any, Any], ...]]
-    plain: dict[str, Any]
-
-    def put(self) -> dict[str, Any]:
-        """Set these on the module; return the replaced attributes.
-
-        Dicts of hooks are replaced, not changed: handles remove hooks from the dict they refer to.
-        """
-        replaced: dict[str, Any] = {}
-        for name in _HOOKS:
-            now, hooks = self.attributes.get(name), self.hooks.get(name, ())
-            if now is not None and (now or hooks) and tuple(now.items()) != hooks:
-                replaced[name] = now
-                self.attributes[name] = type(now)(hooks)
-        for name, value in self.plain.items():
-            now = self.attributes.get(name, value)
-            if now is not value and (type(now) is not type(value) or now != value):
-                replaced[name] = now
-                self.attributes[name] = value
-        return replaced
-
-
-def switches_of(module: nn.Module) -> Switches:
-    """Read a module's hooks, and its attributes that are a bool or a str.
-
-    Example:
-        >>> switches_of(nn.Linear(2, 2)).plain["training"]
-        True
-    """
-    attributes = vars(module)
-    hooks = {name: tuple(attributes[name].items()) for name in _HOOKS if attributes.get(name)}
-    plain = {name: each for name, each in attributes.items() if type(each) in _PLAIN}
-    return Switches(attributes, hooks, plain)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,27 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._errors import BudgetError, RecomputeError
+from .._errors import BudgetError, MutationError, RecomputeError, SacError
 from .._torch_compat._module_calls import around_calls, graph_breaks, is_compiled, is_taggable
 from ._agree import check_equal, from_first_rank, largest
-from ._checkpointed import Checkpointed, Tagged, is_checkpointed, region_of, release
+from ._checkpointed import Checkpointed, Tagged, is_checkpointed, region_of, release, release_copied
 from ._helps import what_helps
 from ._intervals import Steps, marked
-from ._levels import (
-    AGAIN,
-    HIDDEN_AWAY,
-    HOLDING,
-    KEEPING,
-    KEEPS,
-    LEVELS,
-    MATMULS,
-    OPERATORS,
-    Region,
-    RegionFit,
-)
+from ._levels import HIDDEN_AWAY, KEEPING, KEEPS, LEVELS, RECOMPUTES, Region, RegionFit
 from ._link import Hidden, hidden_by
 from ._measure import Interval, Marks, highest
-from ._repeating import Seen, called_again, check_compiled, inside, kind_of, repeating
+from ._repeating import Operators, called_again, check_compiled, inside, kind_of, repeating
 from ._sizes import Budget, format_size
 from ._solve import Infeasible
 from ._step import Limit, Loss, Reset, Step, check_order, check_step, only_one
@@ -102,7 +91,7 @@ class InPlaceFit:
 def _groups(regions: Sequence[RegionFit]) -> list[str]:
     """Write a line for each level, with its regions."""
     found = []
-    for level in (*LEVELS, OPERATORS):
+    for level in LEVELS:
         those = [region for region in regions if region.level == level]
         paths = [region.path or "the model" for region in those]
         if paths:
@@ -131,8 +120,11 @@ def fit_(
     Then chooses the level of each module so that a step is as fast as possible. One or two more
     steps confirm that the mixture fits. At most eight steps are run, thirteen on accelerators. If
     no choice fits and the blocks are stages with lists of blocks, the blocks in those lists are
-    tried next. Blocks are not run again if that changes results, for instance with random numbers
-    from a generator outside of torch. Collective.
+    tried next. Collective.
+
+    Later steps run each forward once. Backward calls single operators again, so counters, hooks,
+    buffers, attributes and random numbers are those of the plain model; values that cannot be
+    recomputed are kept. If a value that is read again was changed, backward raises an error.
 
     Measured steps leave no trace. Parameters, buffers, gradients, attributes of modules, the batch,
     and random numbers of torch, Python and NumPy are restored before each step and at the end, also
@@ -182,6 +174,8 @@ def fit_(
     budget = check_order(batch, make_batch, budget)
     limit = Limit(budget, reserve)
     step = Step(model, batch, loss, optimizer, make_batch=make_batch, reset=reset)
+    for module in model.modules():
+        release_copied(module)
     fitted = [path for path, module in model.named_modules() if is_checkpointed(module)]
     if fitted:
         raise BudgetError(
@@ -226,21 +220,26 @@ class _Search:
     ) -> None:
         self._model, self._step = model, step
         check_compiled(model, regions)
-        step.restore()
-        with Seen(regions) as seen:
+        with Operators(regions) as operators:
             step.run(model)
-        modules, ran = dict(regions), list(seen.operators)
-        alike = {kind_of(modules[path]): path for path in reversed(ran)}
-        self._regions = [_region(path, modules[path], seen, path) for path in ran]
+        modules, ran = dict(regions), list(operators.of)
+        alike = {kind_of(modules[path]): operators.of[path] for path in reversed(ran)}
+        self._regions = [_region(path, modules[path], operators.of[path]) for path in ran]
         self._idle = [
-            _region(path, module, seen, alike.get(kind_of(module)))
+            _region(path, module, alike.get(kind_of(module), ()))
             for path, module in regions
-            if path not in seen.operators
+            if path not in operators.of
         ]
         check_equal(repr(ran), what="block")
-        self._levels = AGAIN + 1 if step.device.type == "cpu" else len(LEVELS)
+        count = RECOMPUTES + 1 if step.device.type == "cpu" else len(LEVELS)
+        self._usable = list(range(count))
         self._rounds: list[tuple[int, int]] = []
         self._tried: dict[int, list[str]] = {}
+
+    @property
+    def _levels(self) -> int:
+        """Number of levels; a choice has positions among those that are usable."""
+        return len(self._usable)
 
     def run(self, limit: Limit) -> InPlaceFit | Infeasible:
         """Measure each level, choose a mixture, and measure it."""
@@ -250,7 +249,7 @@ class _Search:
         allowed = limit.allowed(peaks[0])
         if peaks[0] <= allowed:
             return self._found((0,) * count, peaks[0], peaks[0], peaks[0], allowed)
-        if self._levels > HIDDEN_AWAY:
+        if HIDDEN_AWAY in self._usable:
             self._hide_copies()
         self._learn()
         for level in range(1, self._levels):
@@ -281,7 +280,7 @@ class _Search:
         return self._found((best,) * count, peaks[best], peaks[best], peaks[0], allowed)
 
     def _steps(self, intervals: list[list[Interval]]) -> Steps:
-        return Steps([kind_of(region.module) for region in self._regions], intervals, HOLDING)
+        return Steps([kind_of(region.module) for region in self._regions], intervals)
 
     def _peak(self, intervals: list[Interval]) -> int:
         return self._step.resident() + highest(intervals)
@@ -322,25 +321,33 @@ class _Search:
             self._regions[at] = replace(self._regions[at], hidden=plan, hidden_bytes=size)
 
     def _learn(self) -> None:
-        """Run the first step of each level, which compiles or compares bits. Collective.
+        """Run the first step of each level, which compiles and compares bits. Collective.
 
-        If a second forward gives other results on any rank, no region runs again. If compiled code
-        with tags has graph breaks on any rank, no compiled region is tagged.
+        If compiled code with tags has graph breaks on any rank, no compiled region is tagged. A
+        level whose step changes a value that backward reads is left out.
+
+        Raises:
+            MutationError, RecomputeError: no level is left that checkpoints.
         """
-        for level in range(1, self._levels):
+        usable, errors = [KEEPS], list[SacError]()
+        for level in self._usable[1:]:
             self.put((level,) * len(self._regions))
-            if level in HOLDING:
-                if largest(self._varies()):
-                    self._replace(wrote=None)
-            elif level == MATMULS and any(each.is_compiled for each in self._regions):
-                if largest(self._breaks()):
-                    self._replace(is_taggable=False)
+            try:
+                self._first_step()
+            except (MutationError, RecomputeError) as error:
+                errors.append(error)
             else:
-                self._step.run(self._model)
+                usable.append(level)
+        if errors and usable == [KEEPS]:
+            raise errors[0]
+        self._usable = usable
 
-    def _replace(self, **changes: Any) -> None:
-        self._regions = [replace(each, **changes) for each in self._regions]
-        self._idle = [replace(each, **changes) for each in self._idle]
+    def _first_step(self) -> None:
+        if not any(each.is_compiled and each.is_taggable for each in self._regions):
+            self._step.run(self._model)
+        elif largest(self._breaks()):
+            self._regions = [replace(each, is_taggable=False) for each in self._regions]
+            self._idle = [replace(each, is_taggable=False) for each in self._idle]
 
     def _breaks(self) -> bool:
         """Whether the compiler refuses tagged code, as with side effects, or breaks its graph."""
@@ -350,16 +357,6 @@ class _Search:
         except RuntimeError:  # if the compiler did not raise it, later steps raise it again
             return True
         return graph_breaks() > before
-
-    def _varies(self) -> bool:
-        """Whether a second forward gives other results than the first, as with router noise."""
-        for region in filter(None, (region_of(each.module) for each in self._regions)):
-            region.compares = True
-        try:
-            self._step.run(self._model)
-        except RecomputeError:
-            return True
-        return False
 
     def _intervals(self, level: int) -> list[Interval]:
         done = self.put((level,) * len(self._regions))
@@ -385,47 +382,42 @@ class _Search:
         self.put((0,) * len(self._regions))
 
     def put(self, choice: Sequence[int]) -> tuple[RegionFit, ...]:
-        """Put each region on its level."""
+        """Put each region on its level, given by its position among the usable ones."""
         for region, level in zip(self._idle, self._idle_levels(choice), strict=True):
             _put(region, level)
         return tuple(
-            _put(region, level) for region, level in zip(self._regions, choice, strict=True)
+            _put(region, self._usable[at]) for region, at in zip(self._regions, choice, strict=True)
         )
 
     def _idle_levels(self, choice: Sequence[int]) -> list[int]:
         """Return for each idle block the level that keeps least among blocks of its class."""
         found = []
+        levels = [self._usable[at] for at in choice]
         for region in self._idle:
-            pairs = list(zip(self._regions, choice, strict=True))
+            pairs = list(zip(self._regions, levels, strict=True))
             alike = [n for each, n in pairs if kind_of(each.module) is kind_of(region.module)]
-            found.append(min(alike or choice, key=KEEPING.index, default=0))
+            found.append(min(alike or levels, key=KEEPING.index, default=0))
         return found
 
 
 def _put(region: Region, level: int) -> RegionFit:
     does = region.at(level)
     release(region.module)
-    if region.is_compiled and does.policy is not None:
-        Tagged(region.module).put()
-    elif does.level != LEVELS[KEEPS]:
-        Checkpointed(
-            region.module,
-            policy=does.policy,
-            wrote=region.wrote or (),
-            rewrites=region.rewrites,
-            lag_bytes=region.hidden_bytes if level == HIDDEN_AWAY else 0,
-        ).put()
+    if does.policy is None:
+        return does
+    if region.is_compiled:
+        Tagged(region.module, policy=does.policy).put()
+    else:
+        lag_bytes = region.hidden_bytes if level == HIDDEN_AWAY else 0
+        Checkpointed(region.module, policy=does.policy, lag_bytes=lag_bytes).put()
     return does
 
 
-def _region(path: str, module: nn.Module, seen: Seen, ran: str | None) -> Region:
-    """Return a region, with facts from itself or from a block of its class that ran."""
+def _region(path: str, module: nn.Module, operators: Iterable[Any]) -> Region:
     return Region(
         path,
         module,
-        operators=() if ran is None else tuple(seen.operators[ran]),
-        wrote=None if ran is None else seen.wrote[ran],
-        rewrites=ran in seen.rewrites,
+        operators=tuple(operators),
         is_compiled=is_compiled(module),
         is_taggable=is_taggable(module),
     )

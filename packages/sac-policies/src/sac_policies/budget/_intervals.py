@@ -6,14 +6,14 @@ interval after the last call, with the model's head and the loss. An interval do
 levels of other regions, so a mixture is assembled from measured steps.
 
 The tail is an exception. Objects such as a cache may hold tensors until then, and the tail frees
-those that no region keeps. How many bytes of a region it frees depends on that region's level, and
-on whether other regions hold their arguments, such as the cache. Bytes allocated before all regions
-depend on all levels. If the allocator reports only totals, they are divided evenly.
+those that no region keeps. How many bytes of a region it frees depends on that region's level.
+Bytes allocated before all regions depend on all levels. If the allocator reports only totals, they
+are divided evenly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -69,16 +69,13 @@ class Steps:
         kinds: kind of each region. Times of equal regions of one kind are combined, since a short
             disturbance hits only one of them.
         measured: by level, the intervals in order; that before the first region has the key None.
-        holding: levels on which a region holds its arguments and their contents until backward.
     """
 
     def __init__(
         self,
         kinds: Sequence[object],
         measured: Sequence[Sequence[Interval]],
-        holding: Collection[int] = (),
     ) -> None:
-        self._holding = holding
         self._plain = measured[0]
         self._by_level = [{each.key: each for each in one} for one in measured]
         self._count = len(kinds)
@@ -167,10 +164,8 @@ class Steps:
 
     def _held_longer(self, choice: Sequence[int]) -> int:
         """Return how many bytes fewer the tail frees than with everything kept."""
-        all_hold = {level for level in choice if level in self._holding}
         freed = min(self._freed[level][None] for level in choice)
-        for number, own in enumerate(choice):
-            freed += min(self._freed[level][number] for level in (own, *all_hold))
+        freed += sum(self._freed[level][number] for number, level in enumerate(choice))
         return sum(self._freed[0].values()) - freed
 
     def _late(self, number: int, level: int) -> int:

@@ -12,25 +12,21 @@ from ..policies._catalogue import ATTENTION, CONVOLUTIONS
 from ..policies._catalogue import MATMULS as PRODUCTS
 from ..policies._plans import Plan
 from ..policies._policies import Policy
-from ..policies._rules import offload, recompute_all, save_named, save_ops
+from ..policies._rules import RECOMPUTE_ALL, offload, save_named, save_ops
 
-KEEPS, MATMULS, AGAIN, INPUTS_AWAY, HIDDEN_AWAY = range(5)
+KEEPS, MATMULS, RECOMPUTES, INPUTS_AWAY, HIDDEN_AWAY = range(5)
 LEVELS = (
     "keeps everything",
     "keeps matmuls",
-    "runs again",
+    "recomputes everything",
     "offloads inputs",
     "offloads what hides",
 )
-"""No checkpointing; products, attention and convolutions kept; a second forward; operators called
-again from inputs in host memory; the same with as many values there as their copies hide behind
+"""No checkpointing; products, attention and convolutions kept; nothing kept that can be recomputed;
+the same with inputs in host memory; the same with as many values there as their copies hide behind
 the forward. The last two are for accelerators."""
-OPERATORS = "recomputes everything"
-"""In place of a second forward that would differ, or of kept operators where none runs."""
-KEEPING = (HIDDEN_AWAY, INPUTS_AWAY, AGAIN, MATMULS, KEEPS)
+KEEPING = (HIDDEN_AWAY, INPUTS_AWAY, RECOMPUTES, MATMULS, KEEPS)
 """Levels by how much they keep on the device, least first."""
-HOLDING = (AGAIN,)
-"""Levels with a second forward, which holds its arguments."""
 COSTLY = save_ops(PRODUCTS, ATTENTION, CONVOLUTIONS)
 """Policy of compiled blocks that keep matmuls: one object, since compiled code depends on it."""
 INPUT = "sac_policies.input"
@@ -43,10 +39,10 @@ class RegionFit:
 
     Attributes:
         path: of the module.
-        level: "keeps everything", "keeps matmuls" (also attention and convolutions), "runs again"
-            or "recomputes everything"; on accelerators also "offloads inputs" and "offloads what
-            hides", which recompute the rest.
-        policy: for `checkpoint`; None for "keeps everything" and "runs again".
+        level: "keeps everything", "keeps matmuls" (also attention and convolutions) or "recomputes
+            everything"; on accelerators also "offloads inputs" and "offloads what hides", which
+            recompute the rest.
+        policy: for `checkpoint`; None for "keeps everything".
         kind: name of the module's class.
     """
 
@@ -64,12 +60,9 @@ class Region:
         path: of the module.
         module: the module.
         operators: costly operators that ran in it.
-        wrote: names of buffers that it writes to. None if it must not be run again: it replaces
-            buffers, or gives other results the second time.
-        rewrites: whether it writes to tensors in its arguments.
-        is_compiled: whether it is compiled. A compiled module has three levels: keep everything,
-            keep matmuls by tags in its graph, run again.
-        is_taggable: whether its compiled code, if any, takes tags.
+        is_compiled: whether it is compiled. The compiler then recomputes by tags in its graph, and
+            offloads nothing.
+        is_taggable: whether its compiled code, if any, takes tags; else it keeps everything.
         hidden: calls whose values can be offloaded behind its forward.
         hidden_bytes: bytes of those values and of its inputs.
     """
@@ -77,8 +70,6 @@ class Region:
     path: str
     module: nn.Module
     operators: tuple[Any, ...]
-    wrote: tuple[str, ...] | None
-    rewrites: bool
     is_compiled: bool = False
     is_taggable: bool = False
     hidden: Plan | None = None
@@ -92,23 +83,15 @@ class Region:
     def _at(self, level: int) -> tuple[str, Policy | None]:
         if level == KEEPS:
             return LEVELS[KEEPS], None
+        if self.is_compiled and not self.is_taggable:
+            return LEVELS[KEEPS], None
         if self.is_compiled:
-            return self._compiled_at(level)
+            level = min(level, RECOMPUTES)
+            return LEVELS[level], COSTLY if level == MATMULS else RECOMPUTE_ALL
         if level == MATMULS and self.operators:
             return LEVELS[MATMULS], save_ops(*self.operators)
-        if level == AGAIN and self.wrote is not None:
-            return LEVELS[AGAIN], None
         if level >= INPUTS_AWAY:
             inputs = offload(save_named(INPUT, missing_ok=True))
             hidden = self.hidden if level == HIDDEN_AWAY else None
             return LEVELS[level], inputs if hidden is None else inputs | hidden
-        return OPERATORS, recompute_all()
-
-    def _compiled_at(self, level: int) -> tuple[str, Policy | None]:
-        if self.rewrites or self.wrote is None:
-            return LEVELS[KEEPS], None
-        if level >= AGAIN:
-            return LEVELS[AGAIN], None
-        if self.is_taggable and not self.wrote:
-            return LEVELS[MATMULS], COSTLY
-        return LEVELS[KEEPS], None
+        return LEVELS[RECOMPUTES], RECOMPUTE_ALL

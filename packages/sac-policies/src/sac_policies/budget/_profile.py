@@ -18,8 +18,9 @@ from .._torch_compat import is_fake, storage_key, storage_under
 from .._watching_mode import WatchingMode
 from ..eager._masks import UNPACK
 from ..eager._recorders import Table
-from ..eager._tape import Region, Tape
-from ..eager._values import Call, Value
+from ..eager._region import Region
+from ..eager._tape import Tape
+from ..eager._values import OpCall, Value
 from ..policies._decisions import Answer
 from ..policies._flops import flops_of
 from ..policies._modules import root_of
@@ -27,7 +28,7 @@ from ..policies._operators import facts_of
 from ..policies._plans import Unit
 from ..policies._policies import Policy
 from ..policies._rules import is_count
-from ..policies._unmatched import Watch
+from ..policies._unmatched import PolicyUse
 from ..policies._views import OpView
 from ._trace import Held, Trace, TracedOp, TracedPack
 
@@ -100,7 +101,7 @@ def _traced(function: Callable[..., Any], args: Any, kwargs: Any, unit: Unit) ->
     """Run one forward, and return its trace."""
     clock = _Clock() if unit == "ns" else None
     calls = _Calls(clock)
-    region = Region(calls, Table(), Watch(), root_of(function), checks=False)
+    region = Region(calls, Table(calls), PolicyUse(), root_of(function), checks=False)
     tape = _Profiled(region, calls)
     with clock or nullcontext():
         out = tape.run(function, args, kwargs)
@@ -259,7 +260,7 @@ def _packs(tape: _Profiled, calls: _Calls) -> Iterator[TracedPack]:
         yield TracedPack(producer, *place, storage.size, tuple(sorted(reads)))
 
 
-def _held_behind(call: Call, saved: set[Value]) -> Iterator[torch.Tensor]:
+def _held_behind(call: OpCall, saved: set[Value]) -> Iterator[torch.Tensor]:
     """Yield the held tensors that a call reads, directly or through unsaved calls."""
     seen: set[Value] = set()
     stack = [call]

@@ -1,4 +1,4 @@
-"""Find the repeated blocks of a model, and record their operators and writes in a step."""
+"""Find the repeated blocks of a model, and record their operators in a step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from .._errors import BudgetError
-from .._tensors import tensors_in
-from .._torch_compat import lies_in_storage
 from .._torch_compat._module_calls import around_calls, is_compiled, original
 from .._watching_mode import WatchingMode
 from ..policies._decisions import Decision
@@ -138,73 +135,39 @@ def _is_block(module: nn.Module) -> bool:
     return bool(children) and not isinstance(module, _CONTAINERS)
 
 
-class Seen(WatchingMode):
-    """Records the operators of each region, and the order in which regions begin.
+class Operators(WatchingMode):
+    """Records the costly operators of each region, and the order in which regions begin.
 
     Attributes:
-        operators: by path, the costly operators that ran there.
-        wrote: by path, names of buffers that the region wrote to; None if it replaced one.
-        rewrites: paths of regions that wrote to their arguments.
+        of: by path, the costly operators that ran there.
     """
 
     def __init__(self, regions: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
-        self.operators: dict[str, dict[Any, None]] = {}
-        self.wrote: dict[str, tuple[str, ...] | None] = {}
-        self.rewrites: set[str] = set()
+        self.of: dict[str, dict[Any, None]] = {}
         self._inside: list[str] = []
-        self._given: list[list[tuple[torch.Tensor, int]]] = []
         self._regions = regions
 
-    def __enter__(self) -> Seen:
+    def __enter__(self) -> Operators:
         self._around = ExitStack()
-        self._before = {path: _buffers(module) for path, module in self._regions}
         for path, module in self._regions:
-            begin, end = partial(self._begin, path), partial(self._end, path)
-            self._around.enter_context(around_calls(module, begin, end))
+            begin = partial(self._begin, path)
+            self._around.enter_context(around_calls(module, begin, self._end))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._around.close()
-        for path, module in self._regions:
-            self.wrote[path] = _changed(self._before[path], _buffers(module))
 
-    def _begin(self, path: str, args: Any, kwargs: Any) -> None:
-        self.operators.setdefault(path, {})
+    def _begin(self, path: str, *_: Any) -> None:
+        self.of.setdefault(path, {})
         self._inside.append(path)
-        given = (each for each in tensors_in((args, kwargs)) if not each.is_inference())
-        self._given.append([(each, each._version) for each in given])
 
-    def _end(self, path: str, _: Any) -> None:
+    def _end(self, _: Any) -> None:
         self._inside.pop()
-        if any(each._version != version for each, version in self._given.pop()):
-            self.rewrites.add(path)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside and COSTLY.constant(func) is Decision.SAVE:
-            self.operators[self._inside[-1]][func] = None
+            self.of[self._inside[-1]][func] = None
         return func(*args, **(kwargs or {}))
-
-
-Buffers = dict[str, tuple[torch.Tensor, int, torch.Tensor]]
-"""By name: the buffer, its version, and a copy, because batch norm's writes count no version."""
-
-
-def _buffers(module: nn.Module) -> Buffers:
-    buffers = [(name, each) for name, each in module.named_buffers() if not each.is_inference()]
-    return {name: (each, each._version, each.clone()) for name, each in buffers}
-
-
-def _changed(before: Buffers, now: Buffers) -> tuple[str, ...] | None:
-    if before.keys() != now.keys() or any(before[name][0] is not now[name][0] for name in now):
-        return None
-    return tuple(name for name in now if _is_other(before[name], now[name]))
-
-
-def _is_other(
-    one: tuple[torch.Tensor, int, torch.Tensor], other: tuple[torch.Tensor, int, torch.Tensor]
-) -> bool:
-    # torch cannot compare sparse buffers, but their versions count writes.
-    return one[1] != other[1] or (lies_in_storage(one[2]) and not torch.equal(one[2], other[2]))

@@ -82,8 +82,8 @@ def check_order(batch: object, make_batch: object, budget: Budget | None) -> Bud
         )
     if budget is None:
         raise BudgetError(
-            'sac_policies.fit_: budget is missing. Pass bytes, "6 GiB", or a share of the plain '
-            'step such as "60%".'
+            "sac_policies.fit_: budget is None, but blocks are chosen for a number of bytes. Pass "
+            'bytes, "6 GiB", or a share of the plain step such as "60%".'
         )
     return budget
 
@@ -167,10 +167,6 @@ class Step:
             self.check_data()
             yield
 
-    def restore(self) -> None:
-        """Put everything into the state before the last step."""
-        self._rollback.restore()
-
     def _prepare(self) -> None:
         """Put everything into the state before a step: it draws the same numbers each time."""
         self._rollback.restore()
@@ -213,14 +209,14 @@ class Step:
             return self.model(*self._batches.args, **self._batches.kwargs)
 
     def settle_buckets(self) -> None:
-        """Run a step in which DDP makes the buckets that it keeps. Collective.
+        """Run steps in which DDP makes the buckets that it keeps. Collective.
 
-        DDP rebuilds them in the forward after its first backward. They are as large as the
-        gradients, and exist before each later step.
+        DDP rebuilds them in the forward after its first backward; with a static graph, the first
+        backward also differs from later ones. Buckets are as large as the gradients.
         """
         if any(isinstance(each, DistributedDataParallel) for each in self.model.modules()):
-            self.run(self.model)
-            self.forward()
+            for _ in range(2):
+                self.run(self.model)
 
     def intervals(self, call: Callable[..., Any], marks: Marks) -> list[Interval]:
         """Run a step; return its intervals, with the maximum over ranks. Collective.

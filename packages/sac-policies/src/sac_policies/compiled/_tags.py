@@ -4,6 +4,9 @@ Under torch.compile, AOTAutograd traces a checkpointed region once, forward and 
 its partitioner decides from node metadata what is saved. `TagForward` asks the policy about each
 operator and writes the answer on its nodes; `TagRecompute` returns every traced value, so that the
 trace has each operator once.
+
+A recomputation in backward would read a tensor from outside after the region wrote to it, such as a
+buffer. So the results of operators that read such a tensor are kept.
 """
 
 from __future__ import annotations
@@ -14,13 +17,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.weak import WeakIdKeyDictionary
 
+from .._tensors import tensors_in
 from .._torch_compat import alias, node_meta, running_modules, traced_graph
 from ..policies._decisions import Decision, to_torch
 from ..policies._names import NAME_OP
 from ..policies._operators import facts_of
 from ..policies._policies import Policy
-from ..policies._unmatched import watches
+from ..policies._unmatched import uses
 from ..policies._views import Operator, OpView, RegionSummary
 
 _Values = defaultdict[Operator, list[Any]]
@@ -55,11 +60,12 @@ class TagForward(_TagMode):
         self._policy = policy
         self._calls: Counter[Operator] = Counter()
         self._kept = False
+        self._outside = _Outside()
         self.ac_graph_id: int | None = None
-        self._outside: dict[str, Any] = {}
+        self._meta_before: dict[str, Any] = {}
 
     def __enter__(self) -> Any:
-        self._outside = dict(node_meta())
+        self._meta_before = dict(node_meta())
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -68,11 +74,13 @@ class TagForward(_TagMode):
         meta = node_meta()
         for tag in _TAGS:
             meta.pop(tag, None)
-            if tag in self._outside:
-                meta[tag] = self._outside[tag]
+            if tag in self._meta_before:
+                meta[tag] = self._meta_before[tag]
+        for node in self._outside.read_and_written():
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if error[0] is None and traced_graph() is not None:
             seen = RegionSummary(self._calls, kept=self._kept)
-            watches.of(self._policy).forward_traced(self._policy, seen)
+            uses.of(self._policy).forward_traced(self._policy, seen)
 
     def __torch_dispatch__(
         self, op: Operator, types: Any, args: Any = (), kwargs: Any = None
@@ -83,15 +91,17 @@ class TagForward(_TagMode):
         meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
         if self.ac_graph_id is not None:
             meta["ac_graph_id"] = self.ac_graph_id
-        if facts_of(op).bookkeeping:
-            return op(*args, **kwargs)
         graph = traced_graph()
         before = 0 if graph is None else len(graph.nodes)
         out = op(*args, **kwargs)
+        new = [] if graph is None else _newest(graph, len(graph.nodes) - before)
+        self._outside.note(op, args, kwargs, out, new)
+        if facts_of(op).bookkeeping:
+            return out
         self.values[op].append(_detached(out))
         tag = self._tag(op, out, args, kwargs)
-        if graph is not None:
-            _tag_newest(graph, len(graph.nodes) - before, tag)
+        for node in new:
+            node.meta["recompute"] = tag
         return out
 
     def _tag(
@@ -131,10 +141,43 @@ def tags(policy: Policy) -> tuple[TagForward, TagRecompute]:
     return TagForward(policy, values), TagRecompute(values)
 
 
-def _tag_newest(graph: torch.fx.Graph, count: int, tag: CheckpointPolicy) -> None:
+class _Outside:
+    """Nodes that read tensors from outside of the region, and which of those it writes to."""
+
+    def __init__(self) -> None:
+        self._sources = WeakIdKeyDictionary()
+        self._readers: defaultdict[int, list[torch.fx.Node]] = defaultdict(list)
+        self._written: set[int] = set()
+
+    def note(
+        self,
+        op: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        nodes: list[torch.fx.Node],
+    ) -> None:
+        """Note an operator's call, and the nodes that it made."""
+        facts, read = facts_of(op), set[int]()
+        for each in tensors_in((args, kwargs)):
+            source = self._sources.setdefault(each, id(each))
+            if source:  # 0 is the region itself
+                read.add(source)
+        for source in read:
+            self._readers[source] += nodes
+        self._written |= {self._sources[each] for each in facts.written(args, kwargs)}
+        of_view = next(iter(read), 0) if facts.is_view or facts.bookkeeping else 0
+        for each in tensors_in(out):
+            self._sources.setdefault(each, of_view)
+
+    def read_and_written(self) -> list[torch.fx.Node]:
+        """Return the nodes that read a tensor from outside to which the region writes."""
+        return [node for source in self._written - {0} for node in self._readers[source]]
+
+
+def _newest(graph: torch.fx.Graph, count: int) -> list[torch.fx.Node]:
     newest = iter(reversed(graph.nodes))
-    for _ in range(count):
-        next(newest).meta["recompute"] = tag
+    return [next(newest) for _ in range(count)]
 
 
 def _detached(value: Any) -> Any:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -25,21 +25,15 @@ from .._torch_compat import hide_from_dynamo, pop_hooks, push_hooks, saved_tenso
 from .._torch_compat._dispatch import HOOKS_PASSED_BY, leave_checkpoints, unseen_alias
 from .._torch_compat._module_calls import called_at
 from ..policies._functions import is_selective, selective
-from ..policies._modules import ModulePath
 from ..policies._names import NAME_OP
-from ..policies._policies import Policy
 from ..policies._views import OpView
 from ._aliasing import version_of
 from ._parted import parted
+from ._region import Region
 from ._values import changed
 
 
-class Region(Protocol):
-    policy: Policy
-    path: ModulePath | None
-
-
-class _Call:
+class _CompiledCall:
     """Replaces what a compiled module runs while regions around it are open."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -90,10 +84,10 @@ def follow_compiled(modules: list[nn.Module], region: Region, until: ExitStack) 
         until.callback(regions.pop)
 
 
-def _call_of(module: nn.Module) -> _Call:
+def _call_of(module: nn.Module) -> _CompiledCall:
     call = getattr(module, called_at(module))
-    if not isinstance(call, _Call):
-        call = _Call(module)
+    if not isinstance(call, _CompiledCall):
+        call = _CompiledCall(module)
         setattr(module, call.place, call)
     return call
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .._torch_compat import FAKE_TENSOR
-from .._torch_compat._switches import Switches
+from .._torch_compat._flags import Flags
 from ._aliasing import is_dense
 
 LEAST_ELEMENTS = 1024
@@ -18,13 +18,13 @@ LEAST_ELEMENTS = 1024
 class _Unpack:
     """Restores a mask from its bits; on the tape it is the operator of a call."""
 
-    __slots__ = ("call", "lists", "op", "positions", "shares", "switches")
+    __slots__ = ("call", "flags", "lists", "op", "positions", "shares")
 
     def __init__(self, call: Callable[..., torch.Tensor]) -> None:
         self.op = "the bits of a mask"
         self.call = call
         self.shares = False
-        self.switches: Switches | None = None
+        self.flags: Flags | None = None
         self.positions: tuple[int, ...] = (0,)
         self.lists: tuple[int, ...] = ()
 

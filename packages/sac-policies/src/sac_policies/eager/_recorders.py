@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .._torch_compat._dispatch import boxed_call, is_called_by_library
-from .._torch_compat._switches import switches_of
+from .._torch_compat._flags import flags_of
 from ..policies._decisions import Decision
 from ..policies._operators import BATCH_NORMS, RNNS, STATISTICS, Facts, facts_of
 from ..policies._per_policy import PerPolicy
@@ -23,7 +23,7 @@ from ..policies._policies import DEPENDS, Constant, Policy
 from ..policies._views import Operator
 from ._aliasing import UNVERSIONED, tensors_among, version_of
 from ._fsdp import RANGE_OPS
-from ._values import Call, Item, Seen, Value
+from ._values import Known, OpCall, Result, Value
 
 
 class Tape(Protocol):
@@ -35,7 +35,7 @@ class Tape(Protocol):
         records_views: whether views of held tensors are recorded.
     """
 
-    known: dict[int, Seen]
+    known: dict[int, Known]
     note_gone: Callable[[Any], None]
     records_views: bool
 
@@ -89,6 +89,7 @@ _UNDEFINED = frozenset(
         "lift_fresh",
         "_ctc_loss",
         "_cudnn_ctc_loss",
+        "linalg_lstsq",
     )
 )
 """Not functional: their result is uninitialised or reads past its argument."""
@@ -117,7 +118,7 @@ class Recorder:
         answer: the policy's constant answer.
         asks: whether each call is counted, and the policy is called after it.
         shares: whether its results share memory with its first argument.
-        switches: process-wide switches that choose its kernel.
+        flags: process-wide flags that choose its kernel.
         positions: of arguments that may be tensors.
         lists: positions of arguments that are lists of tensors.
         why: reason why its results are held although the policy does not keep them.
@@ -130,13 +131,13 @@ class Recorder:
         "asks",
         "call",
         "facts",
+        "flags",
         "is_aten",
         "lists",
         "op",
         "positions",
         "run",
         "shares",
-        "switches",
         "why",
     )
 
@@ -154,7 +155,7 @@ class Recorder:
         self._short = "" if schema is None else schema.name.partition("::")[2]
         self.shares = self.facts.is_view or (self.is_aten and self._short in _UNSAFE_VIEWS)
         self._is_view = self.facts.is_view
-        self.switches = switches_of(self._short) if self.is_aten else None
+        self.flags = flags_of(self._short) if self.is_aten else None
         self.positions, self.lists = _tensor_positions(schema)
         self.run, self.why = self._kind(schema)
 
@@ -257,7 +258,7 @@ class Recorder:
         ):
             value = self._recorded(tape, args, kwargs)
             if version != UNVERSIONED:
-                seen = Seen(out, tape.note_gone)
+                seen = Known(out, tape.note_gone)
                 seen.key, seen.value, seen.version = id(out), value, version
                 tape.known[seen.key] = seen
         return out
@@ -307,7 +308,7 @@ class Recorder:
                 dtype = each.dtype
                 exact = not (dtype.is_floating_point or dtype.is_complex)
                 if self._is_view or not (exact and self._cuts(args, dtype)):
-                    item = Item(call, at)
+                    item = Result(call, at)
                     tape.note(each, item, version)
             call.items.append(None if item is None else ref(item))
 
@@ -346,7 +347,7 @@ class Recorder:
         if _is_grad_enabled() and not self.keeps:
             before, after = args[: STATISTICS.start], args[STATISTICS.stop :]
             call = self._recorded(tape, (*before, None, None, *after), kwargs)
-            normalized = Item(call, 0)
+            normalized = Result(call, 0)
             call.items = [ref(normalized), *[None] * (len(out) - 1)]
             tape.note(out[0], normalized, 0)
         return out
@@ -359,7 +360,7 @@ class Recorder:
         if _is_grad_enabled() and not self.keeps:
             call = self._recorded(tape, args, kwargs)
             call.recorder = WithGradients(self)
-            items = [Item(call, at) for at in range(len(out))]
+            items = [Result(call, at) for at in range(len(out))]
             call.items = [ref(item) for item in items]
             for item, each in zip(items, out, strict=True):
                 tape.note(each, item, 0)
@@ -418,7 +419,7 @@ class Recorder:
 
     def _recorded(
         self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], copies: bool = False
-    ) -> Call:
+    ) -> OpCall:
         inputs: list[Value] = []
         values, count, known = list(args), len(args), tape.known
         for at in self.positions:
@@ -440,9 +441,9 @@ class Recorder:
         named = None
         if kwargs:
             named = {name: _listed(tape, arg, inputs) for name, arg in kwargs.items()}
-        call = Call(self, values, named, inputs, copies)
-        if self.switches is not None:
-            call.states = self.switches.read()
+        call = OpCall(self, values, named, inputs, copies)
+        if self.flags is not None:
+            call.states = self.flags.read()
         return call
 
     def _is_called_by_library(self) -> bool:
@@ -458,11 +459,11 @@ class Recorder:
 class WithGradients:
     """An operator that returns what its backward needs only while gradients are on."""
 
-    __slots__ = ("call", "lists", "op", "positions", "shares", "switches")
+    __slots__ = ("call", "flags", "lists", "op", "positions", "shares")
 
     def __init__(self, recorder: Recorder) -> None:
         self.call: Callable[..., Any] = partial(_called_with_gradients, recorder.call)
-        self.op, self.shares, self.switches = recorder.op, recorder.shares, recorder.switches
+        self.op, self.shares, self.flags = recorder.op, recorder.shares, recorder.flags
         self.positions, self.lists = recorder.positions, recorder.lists
 
 
@@ -507,10 +508,15 @@ class Table:
     """The recorders of one policy, made as operators appear.
 
     Attributes:
+        offloads: whether the policy offloads.
+        reads_modules: whether it reads modules.
+        reads_names: whether it reads names of tensors.
         runs: what runs the calls of an operator, by `id`: hashing an operator runs Python.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy) -> None:
+        self.offloads = policy.offloads
+        self.reads_modules, self.reads_names = policy.reads_modules, policy.reads_names
         self.runs: dict[int, Run] = {}
         self.recorders: dict[Operator, Recorder] = {}
 

@@ -1,10 +1,10 @@
-"""The tape of one region: its dispatch mode, its saved-tensor hooks, and the known tensors."""
+"""The tape of a region: its dispatch mode, its saved-tensor hooks, and the known tensors."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -28,24 +28,25 @@ from .._torch_compat import (
     is_freed,
     pop_hooks,
     push_hooks,
+    saved_tensor_hooks,
 )
 from .._torch_compat._dispatch import (
     LETS_COMPILE,
     finish,
     has_own_dispatch,
+    hidden_from_modes,
     is_wrapper,
     leave_checkpoints,
     no_dispatch,
     unseen_alias,
 )
-from .._torch_compat._module_calls import compiled_in
 from ..policies._decisions import Decision
-from ..policies._modules import ModulePath
-from ..policies._names import NAME_OP, listening
+from ..policies._modules import root_of
+from ..policies._names import NAME_OP
 from ..policies._operators import facts_of
 from ..policies._policies import DEPENDS, Policy
-from ..policies._unmatched import Watch
-from ..policies._views import Operator, OpView, RegionSummary
+from ..policies._unmatched import uses
+from ..policies._views import Operator
 from ._aliasing import UNVERSIONED, copy_of, storage_of, tensors_among, version_of
 from ._compiled_calls import follow_compiled
 from ._fsdp import Ranges
@@ -53,74 +54,14 @@ from ._guards import Guard
 from ._masks import UNPACK, packed, takes
 from ._moved import MovedTensor, NoHostMemoryError, is_movable, leaving
 from ._observed import Observed
-from ._recorders import Recorder, Run, Table
-from ._values import Call, Part, Replay, Seen, Value, changed, want
+from ._recorders import Recorder, Run, Table, tables
+from ._region import Region
+from ._values import Known, OpCall, Part, Replay, Value, changed, want
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 SMALL_BYTES = 2**14
 """Size up to which a region copies a tensor that code outside of regions may write to."""
-
-
-class Region:
-    """One call of a function under one policy.
-
-    Attributes:
-        watch: names and operators of the policy's regions so far.
-        calls: number of calls of each operator that the policy is asked about, by `id`, because
-            hashing an operator runs Python.
-        checks: whether replays are compared with the bits of the forward.
-        labels: names given to tensors.
-        kept: whether the policy kept a value by an answer to one call.
-        inside: operators of nested regions.
-        path: the running module, if the policy reads modules.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        table: Table,
-        watch: Watch,
-        root: nn.Module | None,
-        checks: bool,
-        observer: Observed | None = None,
-    ) -> None:
-        self.policy, self.table, self.watch, self.checks = policy, table, watch, checks
-        self.calls: dict[Any, int] = {}
-        self.labels: set[str] = set()
-        self.kept = False
-        self.inside: set[Operator] = set()
-        self.path = ModulePath(root) if policy.reads_modules else None
-        # Up to torch 2.9 compiled code runs eagerly under a dispatch mode.
-        self.compiled = compiled_in(root) if LETS_COMPILE and root is not None else []
-        self.observer = observer
-
-    def view(
-        self,
-        op: Operator,
-        index: int,
-        out: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        label: str | None = None,
-    ) -> OpView:
-        module = "" if self.path is None else self.path.now
-        return OpView(op, index, out, args, kwargs, module, label)
-
-    def follow(self, until: ExitStack, named: Callable[[torch.Tensor, str], None]) -> None:
-        """Follow compiled modules, and modules and names if the policy reads them."""
-        if self.path is not None:
-            self.path.follow(until)
-        if self.policy.reads_names:
-            until.enter_context(listening(named))
-        if self.compiled:
-            follow_compiled(self.compiled, self, until)
-
-    def seen(self) -> RegionSummary:
-        """Summarize the region, to find entries of the policy that match nothing."""
-        calls = {op: self.calls.get(id(op), 0) for op in (*self.inside, *self.table.recorders)}
-        paths = frozenset() if self.path is None else self.path.known
-        return RegionSummary(calls, frozenset(self.labels), paths, self.kept)
 
 
 class _Flattened:
@@ -180,15 +121,15 @@ class Tape(TorchDispatchMode):
         self._runs = region.table.runs
         self._outer = outer
         # Hooks around the region store each value once, and a view keeps its base on the device.
-        self.records_views = outer is not None or region.policy.offloads
+        self.records_views = outer is not None or region.table.offloads
         self._is_open = True
-        self.known: dict[int, Seen] = {}
-        self._gone: list[Seen] = []
+        self.known: dict[int, Known] = {}
+        self._gone: list[Known] = []
         self.note_gone = self._gone.append
         self._holders: list[ref[Value]] = []
         self._small: list[ref[Value]] = []
         self._storages: set[int | None] | None = None
-        self._ranges = Ranges()
+        self._ranges: Ranges | None = None
         self._is_away = False
         self._unversioned: set[int | None] = set()
         self.takes_fakes = in_fake_mode()
@@ -209,7 +150,7 @@ class Tape(TorchDispatchMode):
         push_hooks(self._pack, self._unpack)
         try:
             with self, ExitStack() as until:
-                self.region.follow(until, self._named)
+                self._follow(until)
                 try:
                     return function(*args, **kwargs)
                 except BaseException as error:
@@ -229,14 +170,20 @@ class Tape(TorchDispatchMode):
         """Call the function of a nested region under its own policy."""
         before = self.region
         self.region, self._runs = region, region.table.runs
-        self.records_views |= region.policy.offloads
+        self.records_views |= region.table.offloads
         try:
             with ExitStack() as until:
-                region.follow(until, self._named)
+                self._follow(until)
                 return function(*args, **kwargs)
         finally:
             self.region, self._runs = before, before.table.runs
             before.inside |= region.inside | region.table.recorders.keys()
+
+    def _follow(self, until: ExitStack) -> None:
+        region = self.region
+        region.follow(until, self._named)
+        if region.compiled:
+            follow_compiled(region.compiled, region, until)
 
     def takes_hooks(self, hooks: Hooks | None) -> bool:
         """Whether autograd saves to this tape now."""
@@ -253,7 +200,7 @@ class Tape(TorchDispatchMode):
         self._wholes.clear()
         self._marked.clear()
         self._pending.clear()
-        if leaving.region_ended():
+        if self._moved and leaving.region_ended():
             self._earlier, leaving.region = leaving.region, ref(self)
         if self.region.observer is not None:
             self.region.observer.ended(self._holders)
@@ -285,7 +232,7 @@ class Tape(TorchDispatchMode):
         read = [each for each in small if each.readers and not each.is_saved]
         if not read:
             return
-        with no_dispatch():
+        with hidden_from_modes(read[0].held):
             live = self._live_holders()
             saved = {
                 storage_of(each.held) for each in live if each.is_saved and each.held is not None
@@ -311,7 +258,7 @@ class Tape(TorchDispatchMode):
     def note(self, tensor: torch.Tensor, value: Value, version: int) -> None:
         """Note the value of a tensor at this version; an inference tensor stays unknown."""
         if version != UNVERSIONED:
-            seen = Seen(tensor, self.note_gone)
+            seen = Known(tensor, self.note_gone)
             seen.key, seen.value, seen.version = id(tensor), value, version
             self.known[seen.key] = seen
 
@@ -326,13 +273,12 @@ class Tape(TorchDispatchMode):
         """Hold a mask as bits."""
         if not takes(mask):
             return
-        # Hidden from its mode, a fake tensor would be one of the meta device.
-        with nullcontext() if is_fake(mask) else no_dispatch():
+        with hidden_from_modes(mask):
             bits = packed(mask)
         if self.region.observer is not None:
             self.region.observer.replaced(bits, mask)
         held = self._held(bits)
-        call = Call(UNPACK, [held, tuple(mask.shape), mask.stride(), mask.dtype], None, [held])
+        call = OpCall(UNPACK, [held, tuple(mask.shape), mask.stride(), mask.dtype], None, [held])
         self.note(mask, call, version)
 
     def before_write(
@@ -348,7 +294,7 @@ class Tape(TorchDispatchMode):
         """
         if not written:
             return
-        with no_dispatch():
+        with hidden_from_modes(written[0]):
             storages = {storage_of(each) for each in written}
             hidden = {storage_of(each) for each in unseen}
             for key, seen in list(self.known.items()):
@@ -431,6 +377,8 @@ class Tape(TorchDispatchMode):
 
     def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
         """Record nothing while FSDP gathers or frees parameters."""
+        if self._ranges is None:
+            self._ranges = Ranges()
         self._ranges.follow(op, args)
         was_away, self._is_away = self._is_away, self._ranges.inside
         if was_away and not self._is_away:
@@ -611,9 +559,9 @@ class Tape(TorchDispatchMode):
         return self._pack(tensor)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        watch = self.region.watch
-        if watch.missing and not watch.running:
-            raise watch.error()
+        use = self.region.use
+        if use.missing and not use.running:
+            raise use.error()
         if type(saved) is _Flattened:
             return saved.restored(self._unpack)
         with self._lock:
@@ -673,6 +621,52 @@ def tape_here(hooks: Hooks | None) -> Tape | None:
     """Return this thread's tape, if its hooks are the current ones."""
     tape = _current.tape
     return tape if tape is not None and tape.takes_hooks(hooks) else None
+
+
+def run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    check: str = "default",
+    observer: Observed | None = None,
+) -> Any:
+    """Call `function` so that backward replays what `policy` does not keep.
+
+    Args:
+        function: called once; backward calls single operators again.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        policy: what to keep.
+        check: "default", "bits" or "none". "default" compares
+            in the first forward of a function under a policy.
+        observer: sees every call that the policy is asked about.
+
+    Raises:
+        PolicyError: the policy reads modules, and there is no module to name paths from.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    use = uses.of(policy)
+    root = function if isinstance(function, nn.Module) else root_of(function)
+    is_new = use.is_new(function) if root is None else id(root) not in use.known
+    checks = check == "bits" or (is_new and check == "default")
+    # In the first forward, a new table lists only the operators of this region, for warnings.
+    table = Table(policy) if is_new else tables.of(policy)
+    region = Region(policy, table, use, root, checks, observer)
+    hooks = saved_tensor_hooks()
+    tape = tape_here(hooks)
+    use.running.append(None)
+    try:
+        if tape is None:
+            out = Tape(region, hooks).run(function, args, kwargs)
+        else:
+            out = tape.run_inside(region, function, args, kwargs)
+    finally:
+        use.running.pop()
+    if is_new or use.open:
+        use.forward_ended(policy, region.seen(), function)
+    return out
 
 
 _ended: dict[int, ref[Tape]] = {}

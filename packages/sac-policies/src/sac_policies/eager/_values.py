@@ -17,7 +17,7 @@ import torch
 from .._errors import MutationError
 from .._torch_compat import announced, is_measured, next_node_number
 from .._torch_compat._dispatch import below_autograd, no_torch_function
-from .._torch_compat._switches import States, Switches
+from .._torch_compat._flags import Flags, States
 from ._aliasing import UNVERSIONED, copy_of, version_of
 from ._guards import Guard
 
@@ -60,7 +60,7 @@ class Value:
         self.is_saved = self.is_alone = False
 
     @property
-    def made_by(self) -> Call | None:
+    def made_by(self) -> OpCall | None:
         return None
 
     def now(self) -> torch.Tensor | None:
@@ -111,7 +111,7 @@ class Part(Value):
         self.whole = None
 
 
-class Seen(ref[torch.Tensor]):
+class Known(ref[torch.Tensor]):
     """A weak reference to a tensor that has a value while it is at this version."""
 
     __slots__ = ("key", "value", "version")
@@ -126,12 +126,12 @@ class Recorded(Protocol):
     op: Any
     call: Callable[..., Any]
     shares: bool
-    switches: Switches | None
+    flags: Flags | None
     positions: tuple[int, ...]
     lists: tuple[int, ...]
 
 
-class Call(Value):
+class OpCall(Value):
     """A call of a functional operator; also the value of its only result.
 
     Attributes:
@@ -139,7 +139,7 @@ class Call(Value):
         inputs: all values among the arguments.
         items: the values of several results.
         copies: whether the operator writes to its first argument, of which each run makes a copy.
-        states: of the recorder's switches; None without any.
+        states: of the recorder's flags; None without any.
         number: autograd's number of the last node that the forward had created.
         wanted: whether backward may run it.
     """
@@ -168,14 +168,14 @@ class Call(Value):
         self.version = self.readers = self.reads = 0
         self.is_saved = self.is_alone = False
         self.recorder, self.args, self.kwargs, self.inputs = recorder, args, kwargs, inputs
-        self.items: list[ref[Item] | None] | None = None
+        self.items: list[ref[Result] | None] | None = None
         self.copies = copies
         self.states: States | None = None
         self.number = next_node_number() - 1
         self.wanted = False
 
     @property
-    def made_by(self) -> Call | None:
+    def made_by(self) -> OpCall | None:
         """The call that made the value; None if hooks around the region hold the value."""
         return self if self.boxed is None else None
 
@@ -204,23 +204,23 @@ class Call(Value):
         if self.kwargs:
             call = partial(call, **{name: _read(arg, made) for name, arg in self.kwargs.items()})
         if self.states is not None:
-            assert recorder.switches is not None, "a call has states of switches"
-            call = partial(recorder.switches.set_to, self.states, call)
+            assert recorder.flags is not None, "a call has states of switches"
+            call = partial(recorder.flags.set_to, self.states, call)
         return announced(self.number, call, *args) if is_measured() else call(*args)
 
 
-class Item(Value):
+class Result(Value):
     """One result of a call."""
 
     __slots__ = ("at", "whole")
 
-    def __init__(self, whole: Call, at: int) -> None:
+    def __init__(self, whole: OpCall, at: int) -> None:
         super().__init__()
-        self.whole: Call | None = whole
+        self.whole: OpCall | None = whole
         self.at = at
 
     @property
-    def made_by(self) -> Call | None:
+    def made_by(self) -> OpCall | None:
         return self.whole
 
     def hold(self, tensor: torch.Tensor) -> None:
@@ -229,7 +229,7 @@ class Item(Value):
         self.whole = None
 
 
-_VALUES = frozenset({Value, Part, Call, Item})
+_VALUES = frozenset({Value, Part, OpCall, Result})
 
 
 def _read(arg: Any, made: dict[Value, torch.Tensor]) -> Any:
@@ -256,7 +256,7 @@ def want(value: Value) -> None:
     value.readers += 1
     if value.held is not None or value.boxed is not None:
         return
-    call = value if type(value) is Call else value.made_by
+    call = value if type(value) is OpCall else value.made_by
     if call is None or call.wanted:
         return
     stack = [call]
@@ -265,7 +265,7 @@ def want(value: Value) -> None:
         for each in stack.pop().inputs:
             each.readers += 1
             if each.held is None and each.boxed is None:
-                call = each if type(each) is Call else each.made_by
+                call = each if type(each) is OpCall else each.made_by
                 if call is not None and not call.wanted:
                     call.wanted = True
                     stack.append(call)
@@ -294,7 +294,7 @@ class Replay:
             self._backward = backward
         tensor = value.now()
         if tensor is None:
-            at_once = isinstance(value, Call) and _is_ready(value)
+            at_once = isinstance(value, OpCall) and _is_ready(value)
             make: Callable[..., torch.Tensor] = self._made_at_once if at_once else self._made
             tensor = announced(-1, make, value, caches) if is_measured() else make(value, caches)
         value.reads += 1
@@ -311,7 +311,7 @@ class Replay:
                 value.cached, value.reads = None, 0
         self.cached.clear()
 
-    def _made_at_once(self, root: Call, caches: bool) -> torch.Tensor:
+    def _made_at_once(self, root: OpCall, caches: bool) -> torch.Tensor:
         """Make a value by one call whose inputs are held or cached."""
         before, self.runs = self.runs, True
         try:
@@ -369,7 +369,7 @@ class Replay:
 
     def _sort(
         self,
-        call: Call,
+        call: OpCall,
         out: Any,
         made: dict[Value, torch.Tensor],
         readers: dict[Value, int],
@@ -389,21 +389,21 @@ class Replay:
         self.cached.append(ref(value))
 
 
-def _is_ready(call: Call) -> bool:
+def _is_ready(call: OpCall) -> bool:
     for each in call.inputs:
         if each.held is None and (each.cached is None or each.now() is None):
             return False
     return call.boxed is None and call.items is None
 
 
-def _results(call: Call) -> list[Value]:
+def _results(call: OpCall) -> list[Value]:
     if call.items is None:
         return [call]
     found = [item() for item in call.items if item is not None]
     return [call, *(each for each in found if each is not None)]
 
 
-def _order(root: Value, made: dict[Value, torch.Tensor], readers: dict[Value, int]) -> list[Call]:
+def _order(root: Value, made: dict[Value, torch.Tensor], readers: dict[Value, int]) -> list[OpCall]:
     """List the calls that make a value, in order.
 
     Args:
@@ -415,9 +415,9 @@ def _order(root: Value, made: dict[Value, torch.Tensor], readers: dict[Value, in
     if first is None:
         made[root] = _unboxed(root)
         return []
-    order: list[Call] = []
-    seen: set[Call] = set()
-    done: set[Call] = set()
+    order: list[OpCall] = []
+    seen: set[OpCall] = set()
+    done: set[OpCall] = set()
     stack = [first]
     while stack:
         call = stack[-1]
@@ -438,7 +438,7 @@ def _order(root: Value, made: dict[Value, torch.Tensor], readers: dict[Value, in
             if tensor is not None:
                 made[each] = tensor
                 continue
-            maker = each if type(each) is Call and each.boxed is None else each.made_by
+            maker = each if type(each) is OpCall and each.boxed is None else each.made_by
             if maker is None:
                 made[each] = _unboxed(each)
             elif maker not in done:

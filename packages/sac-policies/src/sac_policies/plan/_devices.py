@@ -18,6 +18,8 @@ ATTENTION_SHARE = 550 / 989
 ATTENTION_BACKWARD_SHARE = 400 / 989
 BANDWIDTH_SHARE = 0.8
 LINK_SHARE = 55 / 64
+FREE_SHARE = 0.95
+"""Of a device's memory, what a step may take by default: the rest is fragmentation."""
 GB, TB, TERA = 10**9, 10**12, 10**12
 
 

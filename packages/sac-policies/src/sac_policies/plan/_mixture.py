@@ -59,17 +59,35 @@ class Measured:
             high: level of the rest.
             slices: number of slices of logits and loss, as of `in_slices`.
         """
-        now, most, seconds = ZERO, ZERO, self.optimizer_seconds
+        seconds = self.optimizer_seconds
         for span in self._spans(low, count, high):
-            reached = added(now, _sliced(span.most, slices))
-            most = max(most, reached, key=sum)
-            now = added(now, _sliced(span.grown, slices))
             seconds += span.seconds
             if slices > 1 and span.key == TAIL:
                 seconds += span.seconds / 3  # each slice runs its forward again
+        most = max(self._reached(low, count, high, slices), key=sum)
         levels = ((low, count), (high, self.blocks - count))
         used = tuple((name, number) for name, number in levels if number)
         return Step(used, self.resident_bytes + sum(most), most, seconds)
+
+    def most_times(self, level: str, budget_bytes: int) -> float:
+        """Return how many times the batch a step may have, with all blocks on one level.
+
+        Activations, logits and loss grow with the batch; gradients do not.
+        """
+        room, found = budget_bytes - self.resident_bytes, list[float]()
+        for gradients, *varying in self._reached(level, self.blocks, level, 1):
+            if gradients > room:
+                return 0.0
+            if any(varying):
+                found.append((room - gradients) / sum(varying))
+        return min(found, default=0.0)
+
+    def _reached(self, low: str, count: int, high: str, slices: int) -> Iterator[Amount]:
+        """Yield the peak of each span."""
+        now = ZERO
+        for span in self._spans(low, count, high):
+            yield added(now, _sliced(span.most, slices))
+            now = added(now, _sliced(span.grown, slices))
 
     def _spans(self, low: str, count: int, high: str) -> Iterator[Span]:
         chosen = {low: _by_key(self.levels[low]), high: _by_key(self.levels[high])}

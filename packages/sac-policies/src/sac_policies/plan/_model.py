@@ -18,6 +18,7 @@ from torch import nn
 
 from .._errors import BudgetError, shown
 from .._tensors import tensors_in
+from .._torch_compat import no_fake_mode, tree_map_tensors
 
 Batch = tuple[int, int]
 """Sequences, and tokens of each."""
@@ -82,13 +83,12 @@ def build(source: str, batch: Batch, dtype: torch.dtype) -> Subject:
     Raises:
         BudgetError: the source does not exist, or does not give a model and a batch.
     """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
     try:
-        module, colon, function = source.rpartition(":")
-        made = _called(module, function, batch) if colon else _of_config(source, batch)
-    finally:
-        torch.set_default_dtype(before)
+        made = _made(source, batch, dtype)
+    except BudgetError:
+        raise
+    except Exception:  # some conversions of modules do not take fake tensors
+        made = _made_on_meta(source, batch, dtype)
     if not (isinstance(made, Sequence) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
         raise BudgetError(
             f"sac_policies plan: {source!r} returned {shown(made)}. Return a tuple of an nn.Module "
@@ -102,6 +102,42 @@ def build(source: str, batch: Batch, dtype: torch.dtype) -> Subject:
         return _loss(model(*args, **kwargs), *loss)
 
     return Subject(type(model).__name__, model.train(), given, loss_of)
+
+
+def _made(source: str, batch: Batch, dtype: torch.dtype) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        module, colon, function = source.rpartition(":")
+        return _called(module, function, batch) if colon else _of_config(source, batch)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _made_on_meta(source: str, batch: Batch, dtype: torch.dtype) -> Any:
+    """Build on the meta device, and replace all tensors by fake ones."""
+    with no_fake_mode(), torch.device("meta"):
+        made = _made(source, batch, dtype)
+    known: dict[torch.Tensor, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in known:
+            size, stride = tensor.size(), tensor.stride()
+            empty = torch.empty_strided(size, stride, dtype=tensor.dtype)
+            if isinstance(tensor, nn.Parameter):
+                known[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            else:
+                known[tensor] = empty.requires_grad_(tensor.requires_grad)
+        return known[tensor]
+
+    model, *rest = made if isinstance(made, Sequence) else (made,)
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        places: list[Any] = [module._parameters, module._buffers, vars(module)]
+        for held in places:
+            for name, value in list(held.items()):
+                if isinstance(value, torch.Tensor):
+                    held[name] = fake(value)
+    return (model, *tree_map_tensors(fake, rest))
 
 
 def _called(where: str, name: str, batch: Batch) -> Any:

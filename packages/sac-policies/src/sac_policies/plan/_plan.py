@@ -21,7 +21,7 @@ from .._tensors import tensors_in
 from .._torch_compat import fake_mode, storage_bytes, storage_key
 from .._torch_compat._module_calls import around_calls
 from ..budget._checkpointed import Checkpointed
-from ..budget._levels import AGAIN, COSTLY, HIDDEN_AWAY, INPUTS_AWAY, KEEPS, LEVELS, MATMULS
+from ..budget._levels import COSTLY, HIDDEN_AWAY, INPUTS_AWAY, KEEPS, LEVELS, MATMULS, RECOMPUTES
 from ..budget._link import Link
 from ..budget._profile import profile
 from ..budget._repeating import repeating
@@ -29,9 +29,9 @@ from ..eager._parted import parted
 from ..policies._decisions import Decision
 from ..policies._plans import Plan
 from ..policies._policies import Policy
-from ..policies._rules import recompute_all
+from ..policies._rules import RECOMPUTE_ALL
 from ._alike import Blocks, find_blocks
-from ._devices import Device
+from ._devices import DEVICES, FREE_SHARE, Device
 from ._mixture import SLICES, Measured, Step, offloaded
 from ._model import OPTIMIZERS, Batch, Subject, build
 from ._watch import Span, watch_step
@@ -39,7 +39,7 @@ from ._watch import Span, watch_step
 PLAIN, OFFLOADED, HIDDEN = LEVELS[KEEPS], LEVELS[INPUTS_AWAY], LEVELS[HIDDEN_AWAY]
 _POLICIES = {
     LEVELS[MATMULS]: COSTLY,
-    LEVELS[AGAIN]: None,
+    LEVELS[RECOMPUTES]: RECOMPUTE_ALL,
 }
 
 
@@ -59,6 +59,7 @@ class Estimate:
         budget_bytes: allowed for a step.
         plain: without checkpointing.
         uniform: by level, a step with all blocks on it.
+        most_tokens: by level, the tokens of the largest step that fits.
         recommended: the fastest mixture that fits; None if none does.
         smallest: the mixture with the smallest peak.
         sliced: the fastest mixture that fits if logits and loss are in slices; None if none fits.
@@ -78,6 +79,7 @@ class Estimate:
     budget_bytes: int
     plain: Step
     uniform: dict[str, Step]
+    most_tokens: dict[str, int]
     recommended: Step | None
     smallest: Step
     sliced: Step | None
@@ -89,6 +91,17 @@ class Estimate:
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.batch[0] * self.batch[1]
+
+    @property
+    def smallest_device(self) -> Device | None:
+        """The device of the table with the least memory on which a step fits; None without one."""
+        needed = self.smallest.peak_bytes - self.device.workspace_bytes
+        fitting = [
+            each
+            for each in DEVICES
+            if needed + each.workspace_bytes <= FREE_SHARE * each.memory_bytes
+        ]
+        return min(fitting, key=lambda each: each.memory_bytes, default=None)
 
     @property
     def state_bytes(self) -> int:
@@ -130,7 +143,7 @@ def estimate(
             device,
             batch,
             optimizer,
-            int(0.95 * device.memory_bytes) if budget_bytes is None else budget_bytes,
+            int(FREE_SHARE * device.memory_bytes) if budget_bytes is None else budget_bytes,
         )
 
 
@@ -151,7 +164,7 @@ def _estimate(
     for name, policy in _POLICIES.items():
         levels[name] = _checkpointed(step, ((block, policy) for block in blocks))
     inputs, copy = found.input_bytes, device.copy_seconds(1)
-    levels[OFFLOADED] = offloaded(levels[LEVELS[AGAIN]], inputs, copy)
+    levels[OFFLOADED] = offloaded(levels[LEVELS[RECOMPUTES]], inputs, copy)
     hidden = _hidden(subject, found, levels[PLAIN], device)
     spans = _checkpointed(step, zip(blocks, (policy for policy, _ in hidden), strict=True))
     levels[HIDDEN] = offloaded(spans, [size for _, size in hidden], copy)
@@ -173,6 +186,10 @@ def _estimate(
         budget_bytes=budget_bytes,
         plain=measured.step(PLAIN, len(blocks), PLAIN),
         uniform={name: measured.step(name, len(blocks), name) for name in levels},
+        most_tokens={
+            name: max(0, int(batch[0] * batch[1] * measured.most_times(name, budget_bytes)))
+            for name in levels
+        },
         recommended=measured.fastest(budget_bytes),
         smallest=measured.smallest(),
         sliced=measured.fastest(budget_bytes, SLICES),
@@ -183,7 +200,7 @@ def _estimate(
 
 
 def _checkpointed(
-    step: Callable[[], list[Span]], regions: Iterable[tuple[nn.Module, Policy | None]]
+    step: Callable[[], list[Span]], regions: Iterable[tuple[nn.Module, Policy]]
 ) -> list[Span]:
     with ExitStack() as stack:
         for block, policy in regions:
@@ -209,7 +226,7 @@ def _hidden(
         kind, input_bytes = kinds[number], blocks.input_bytes[number]
         if kind in found:
             return
-        found[kind] = recompute_all(), input_bytes
+        found[kind] = RECOMPUTE_ALL, input_bytes
         if parted(forward, args, kwargs) is None:
             return
         trace = profile(forward, *args, **kwargs)

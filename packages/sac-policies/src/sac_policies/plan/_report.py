@@ -51,10 +51,12 @@ def _title(one: Estimate) -> str:
 
 
 def _levels(one: Estimate) -> Iterator[str]:
-    yield f"{'all blocks on one level':<32}{'GiB':>8}{'ms':>10}{'over plain':>12}  fits"
+    title = f"{'all blocks on one level':<32}{'GiB':>8}{'ms':>10}{'over plain':>12}"
+    yield f"{title}  fits  largest step, tokens"
     for name, step in one.uniform.items():
         fits = "yes" if step.peak_bytes <= one.budget_bytes else "no"
-        yield f"  {name:<30}{step.peak_bytes / GIB:>8.2f}{_timed(one, step)}  {fits}"
+        most = f"{one.most_tokens[name]:,}"
+        yield f"  {name:<30}{step.peak_bytes / GIB:>8.2f}{_timed(one, step)}  {fits:<4}{most:>22}"
 
 
 def _timed(one: Estimate, step: Step) -> str:
@@ -76,6 +78,12 @@ def _recommendation(one: Estimate) -> Iterator[str]:
             f"expected: {format_size(step.peak_bytes)}, {step.seconds * 1e3:,.1f} ms a step, "
             f"{one.tokens / step.seconds:,.0f} tokens per second"
         )
+    device = one.smallest_device
+    if device is None:
+        yield "smallest device of the table that fits: none"
+    else:
+        memory = format_size(device.memory_bytes)
+        yield f"smallest device of the table that fits: {device.name}, {memory}"
     yield from helps(one)
 
 

@@ -32,6 +32,11 @@ BATCH_NORMS = frozenset(
 )
 """Given running statistics, and after them whether they are written to: no schema says so."""
 STATISTICS = slice(3, 5)
+_UNDECLARED = frozenset(
+    ("batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts")
+)
+"""Operators that write running statistics, which their schemas do not say."""
+_RUNNING = frozenset(("running_mean", "running_var"))
 RNNS = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 """Fused RNNs without random numbers; with gradients off they return no workspace."""
 
@@ -88,12 +93,14 @@ def facts_of(op: Operator) -> Facts:
     writes, unseen = [], []
     returned = [each.alias_info for each in schema.returns if each.alias_info is not None]
     shown = {label for each in returned if each.is_write for label in each.before_set}
+    is_undeclared = schema.name.rpartition("::")[2] in _UNDECLARED
     for at, argument in enumerate(schema.arguments):
         alias = argument.alias_info
-        if alias is None or not alias.is_write:
+        is_declared = alias is not None and alias.is_write
+        if not (is_declared or (is_undeclared and argument.name in _RUNNING)):
             continue
         writes.append((None if argument.kwarg_only else at, argument.name))
-        if schema.returns and shown.isdisjoint(alias.before_set):
+        if schema.returns and (alias is None or shown.isdisjoint(alias.before_set)):
             unseen.append(writes[-1])
     return Facts(
         bookkeeping=_is_bookkeeping(op, schema),

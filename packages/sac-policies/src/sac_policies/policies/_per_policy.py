@@ -25,10 +25,10 @@ class PerPolicy(Generic[T]):
     and are held weakly: a policy may be a method of the model.
 
     Args:
-        make: makes the object.
+        make: makes the object of a policy, to which it does not refer.
     """
 
-    def __init__(self, make: Callable[[], T]) -> None:
+    def __init__(self, make: Callable[[Policy], T]) -> None:
         self._make = make
         self._by_object: dict[int, tuple[ref[Policy], T]] = {}
         self._by_key: OrderedDict[Hashable, tuple[T, list[Any]]] = OrderedDict()
@@ -43,7 +43,7 @@ class PerPolicy(Generic[T]):
         key = _key_of(policy, objects)
         kept = self._by_key.get(key)
         if kept is None:
-            kept = self._make(), [self._held(each, key) for each in objects]
+            kept = self._make(policy), [self._held(each, key) for each in objects]
             self._by_key[key] = kept
             while len(self._by_key) > _MOST:
                 self._by_key.popitem(last=False)

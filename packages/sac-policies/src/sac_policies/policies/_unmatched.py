@@ -30,26 +30,28 @@ _MOST_SAID = 8
 _CALL = re.compile(r"(.+)\[\d+\]")
 
 
-class Watch:
+class PolicyUse:
     """Names and operators that the regions of one policy had so far.
 
     Attributes:
+        known: functions and modules whose forward has ended under the policy, by `id`.
         open: whether `forward_ended` must be called.
         missing: names of the policy that no region had.
-        running: number of regions that run now; they may still have a missing name.
+        running: an entry for each region that runs now, in any thread; they may still have a
+            missing name.
     """
 
     def __init__(self) -> None:
         self._seen = RegionSummary({})
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self.known: dict[int, weakref.ref[Any]] = {}
         self._traced: set[frozenset[str]] = set()
         self.open = True
         self.missing: tuple[Missing, ...] = ()
-        self.running = 0
+        self.running: list[None] = []
 
     def is_new(self, function: object) -> bool:
         """Whether no forward of this function has ended yet."""
-        return id(subject_of(function)) not in self._known
+        return id(subject_of(function)) not in self.known
 
     def forward_traced(self, policy: Policy, seen: RegionSummary) -> None:
         """Warn after a trace whose operators differ from those of earlier traces."""
@@ -61,7 +63,7 @@ class Watch:
     def forward_ended(self, policy: Policy, seen: RegionSummary, function: object) -> None:
         """Record a forward; warn after the first one of a function."""
         if self.is_new(function):
-            known, subject = self._known, subject_of(function)
+            known, subject = self.known, subject_of(function)
             key = id(subject)
             known[key] = weakref.ref(subject, lambda gone: known.pop(key, None) and None)
             self._warn(policy, seen, f" {_name_of(function)!r}")
@@ -105,7 +107,7 @@ class Watch:
             )
 
 
-watches = PerPolicy(Watch)
+uses = PerPolicy(lambda policy: PolicyUse())
 
 
 def subject_of(function: object) -> object:

@@ -1,4 +1,4 @@
-"""Process-wide switches, own generators, and modes that code sets inside a region."""
+"""Process-wide flags, own generators, and modes that code sets inside a region."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sac_policies import CONVOLUTIONS, checkpoint, recompute_all, save_ops
-from sac_policies._torch_compat._switches import switches_of
+from sac_policies._torch_compat._flags import flags_of
 
 numpy = pytest.importorskip("numpy")
 pytestmark = pytest.mark.filterwarnings(
@@ -97,15 +97,15 @@ def test_library_switched_off_around_forward_is_off_in_its_replay(policy):
 
 
 @pytest.mark.parametrize("name", ["convolution", "mm", "mkldnn_rnn_layer", "scatter_add_"])
-def test_switches_are_set_during_a_call_only(name):
+def test_flags_are_set_during_a_call_only(name):
     """Also if it raises; each is put back to what it was."""
-    switches = switches_of(name)
-    before = switches.read()
+    flags = flags_of(name)
+    before = flags.read()
     other = (not before[0], *[not each if isinstance(each, bool) else each for each in before[1:]])
-    assert switches.set_to(other, switches.read) == other
+    assert flags.set_to(other, flags.read) == other
     with pytest.raises(ZeroDivisionError):
-        switches.set_to(other, lambda: 1 // 0)
-    assert switches.read() == before
+        flags.set_to(other, lambda: 1 // 0)
+    assert flags.read() == before
 
 
 def without_gradients(x: Tensor) -> Tensor:

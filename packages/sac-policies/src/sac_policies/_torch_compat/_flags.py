@@ -1,4 +1,4 @@
-"""Process-wide switches of torch that choose the kernel of an operator, and so its bits.
+"""Process-wide flags of torch that choose the kernel of an operator, and so its bits.
 
 Autocast and gradient mode are not among them: they act above the operators that a tape records.
 """
@@ -25,8 +25,8 @@ _set_cudnn = find("_C._set_cudnn_enabled")
 _IS_CUDA_BUILT: bool = find("backends.cuda.is_built")()
 
 
-class Switches:
-    """Switches that decide between kernels; this one: deterministic algorithms.
+class Flags:
+    """Flags that decide between kernels; this one: deterministic algorithms.
 
     Reading them is part of each recorded call, so each kind has one function that reads all.
     """
@@ -39,7 +39,7 @@ class Switches:
         _set_deterministic(states[0], warn_only=_get_warn_only())
 
     def set_to(self, states: States, call: Callable[..., T], *args: Any) -> T:
-        """Call a function while the switches have given states."""
+        """Call a function while the flags have given states."""
         before = self.read()
         if before == states:
             return call(*args)
@@ -50,7 +50,7 @@ class Switches:
             self._set(before)
 
 
-class OfWork(Switches):
+class OfWork(Flags):
     """Also those of the libraries that do one kind of work.
 
     Args:
@@ -86,17 +86,17 @@ _ACCUMULATE = """
     scatter_add scatter_reduce cumsum bincount median kthvalue
 """
 _OF_WORK = {work: OfWork(work) for work in _BY_WORK}
-_BY_NAME: dict[str, Switches] = {
+_BY_NAME: dict[str, Flags] = {
     name: _OF_WORK[work] for work, names in _BY_WORK.items() for name in names.split()
 }
-_BY_NAME |= dict.fromkeys(_ACCUMULATE.split(), Switches())
+_BY_NAME |= dict.fromkeys(_ACCUMULATE.split(), Flags())
 
 
-def switches_of(name: str) -> Switches | None:
-    """Return the switches that an operator of aten reads, by its name without overload.
+def flags_of(name: str) -> Flags | None:
+    """Return the flags that an operator of aten reads, by its name without overload.
 
     Example:
-        >>> switches_of("scatter_add_").read(), switches_of("sin")
+        >>> flags_of("scatter_add_").read(), flags_of("sin")
         ((False,), None)
     """
     if name.startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention")):
