@@ -490,3 +490,12 @@ def test_tensors_of_objects_are_found() -> None:
     held.log.append({"a": (torch.ones(3),)})
     held.module = nn.Linear(2, 2)
     assert [each.numel() for each in tensors_behind(held)] == [2, 3]
+
+
+def test_module_with_an_iterator_is_refused() -> None:
+    """Its position cannot be restored."""
+    model = layers()
+    model[0].rates = iter([1.0, 2.0])
+    model.register_forward_pre_hook(lambda *_: pytest.fail("a step runs"))
+    with pytest.raises(BudgetError, match=r"attribute 'rates' of a Transformer.* list_iterator"):
+        fit_(model, X, "50%")

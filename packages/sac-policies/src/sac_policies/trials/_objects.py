@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._errors import BudgetError
 from .._torch_compat._module_calls import CALL_PLACES
 from . import _functions as functions
 
@@ -87,6 +88,13 @@ class Objects:
         kinds = {type(each) for each in module._parameters.values()}
         is_plain = kinds <= {nn.Parameter, type(None)}
         left_out = CALL_PLACES if is_plain else CALL_PLACES | {"_parameters"}
+        for name, value in vars(module).items():
+            if isinstance(value, Iterator):
+                raise BudgetError(
+                    f"sac_policies: attribute {name!r} of a {type(module).__name__} is a "
+                    f"{type(value).__name__}, but the position of an iterator cannot be restored "
+                    "after a measured step. Keep a list and an index instead."
+                )
         found = self._note_attributes(module, left_out)
         self._packages |= {_package(type(module))} - _SHARED_BY_ALL
         for kind in type(module).__mro__:
