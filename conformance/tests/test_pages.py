@@ -67,6 +67,20 @@ def test_summary_shows_each_reason_once_with_the_command_to_repeat_it(make_repor
     ]
 
 
+def test_summary_shows_a_requirement_once_and_core_first(make_report):
+    report = make_report({"CW-001": "fail", "CW-003": "fail"})
+    for number, row in enumerate(report["rows"]):
+        row["reason"] = f"reason {number}"
+    first = report["rows"][0]
+    report["rows"] = [
+        report["rows"][2],
+        first,
+        {**first, "case": "other", "reason": "another reason"},
+    ]
+    heads = [line for line in _summary.summary(report, load_registry()) if ": fail" in line]
+    assert heads == ["CW-001 MUST core, cpu: fail", "CW-003 MUST in-place, cpu: fail"]
+
+
 def test_terminal_gets_no_control_characters_and_ci_no_commands():
     assert printable("a\x1b[31m\n") == "a\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}"
     assert printable(" ::error::x").startswith("\N{REPLACEMENT CHARACTER}")

@@ -66,7 +66,7 @@ def peak_bytes(model: Any, **batch: Any) -> int:
     with trace(model, memory=True) as report:
         model(**batch).loss.backward()
     events = json.loads(report.to_json())["traceEvents"]
-    return max(event["args"]["live bytes"] for event in events if event["ph"] == "C")
+    return max(event["args"]["live bytes"] for event in events if event["name"] == "memory of cpu")
 
 
 def measure(folder: str) -> list[dict[str, Any]]:

@@ -105,7 +105,7 @@ def test_time_and_trace(way: str) -> None:
     model = Model(WAYS[way])
     with ModTracker(model) as tracker, profile_time(model) as report, trace(model) as timeline:
         phases = set()
-        tracker.on_switch(lambda call, phase: phases.add(phase))
+        tracker.subscribe(switched=lambda call, phase: phases.add(phase))
         model(batch()).sum().backward()
     assert report.sum("self_recompute") > 0
     assert timeline.sum("self_recompute") > 0

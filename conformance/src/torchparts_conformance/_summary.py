@@ -79,10 +79,14 @@ def _counts(verdict: Mapping[str, Any]) -> str:
 
 
 def _failures(report: Mapping[str, Any], registry: Mapping[str, Requirement]) -> Iterator[str]:
+    """Show each reason once, and each requirement once; those of core come first."""
     together: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    shown: set[str] = set()
     for row in sorted(report["rows"], key=lambda row: registry[row["id"]].profile != CORE):
-        if row["outcome"] in ("error", "fail", "xpass"):
-            together.setdefault((row["outcome"], row["reason"]), []).append(row)
+        reason = row["outcome"], row["reason"]
+        if row["outcome"] in ("error", "fail", "xpass") and row["id"] not in shown:
+            together.setdefault(reason, []).append(row)
+            shown.add(row["id"])
     for number, rows in enumerate(together.values()):
         if number < SHOWN_IN_FULL:
             yield from _failure(rows, registry, report["implementation"]["adapter"])

@@ -7,6 +7,7 @@ import inspect
 import io
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from ckpt_wrap import (
     checkpoint_,
     checkpoint_wrapper,
     offload_,
+    offload_stats,
     offload_wrapper,
     unwrap,
 )
@@ -215,3 +217,42 @@ def test_a_lazy_module_can_change_when_it_has_its_parameters():
 
     for each in (module, Ready(2, 2)):
         assert checkpoint_(each) is each
+
+
+def _with_hooks(block):
+    """Set a forward on the instance, as accelerate's hooks do."""
+    block._old_forward = block.forward
+    block.before = 0.5
+
+    def new_forward(module, *args, **kwargs):
+        return module._old_forward(*(arg * module.before for arg in args), **kwargs)
+
+    block.forward = partial(new_forward, block)
+    return block
+
+
+@pytest.mark.parametrize("twin", [lambda m: m, copy.deepcopy], ids=["itself", "copy"])
+@pytest.mark.parametrize("change", [checkpoint_, "offload"])
+def test_a_forward_of_the_instance_runs_through_it(change, twin, tmp_path, block_class):
+    """Also in a deep copy, which has its own weights; `unwrap` gives the forward back."""
+    torch.manual_seed(0)
+    plain = _with_hooks(block_class().eval())
+    block = copy.deepcopy(plain)
+    own = block.forward
+    if change == "offload":
+        offload_(block, to=tmp_path, min_bytes=1)
+    else:
+        checkpoint_(checkpoint_(block))
+    found = twin(block)
+    runs = []
+    found.linear.register_forward_hook(lambda *_: runs.append(1))
+    x = torch.randn(4, 8, requires_grad=True)
+    for module in (plain, found):
+        module(x).sum().backward()
+    assert torch.equal(found.linear.weight.grad, plain.linear.weight.grad)
+    assert len(runs) == (1 if change == "offload" else 2)
+    if change == "offload":
+        assert offload_stats(found).copies_out > 0
+    with torch.no_grad():
+        assert torch.equal(found(x), plain(x))
+    assert unwrap(block).forward is own

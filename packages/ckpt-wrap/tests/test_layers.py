@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from ckpt_wrap import (
+    CheckpointWrapper,
     ModuleError,
     OptionError,
     PolicyError,
+    apply_activation_checkpointing,
     checkpoint_,
     checkpoint_layers_,
     checkpoint_wrapper,
@@ -103,7 +105,7 @@ def test_blocks_inside_growing_stages_are_found():
 )
 def test_a_model_without_repeated_blocks_is_refused(model):
     """A list of plain layers or of experts does not count as repeated blocks."""
-    with pytest.raises(ModuleError, match=r"has no nn\.ModuleList or"):
+    with pytest.raises(ModuleError, match=r"has no nn\.ModuleList, nn"):
         checkpoint_layers_(model)
 
 
@@ -198,3 +200,37 @@ def test_a_model_that_checkpoints_itself_gives_a_warning():
     layer.gradient_checkpointing = True
     with pytest.warns(UserWarning, match="gradient_checkpointing=True"):
         checkpoint_(layer)
+
+
+class Other(Layer):
+    """Another class of block."""
+
+
+@pytest.mark.parametrize(
+    ("blocks", "names"),
+    [
+        (lambda: nn.ModuleDict({"a": Layer(), "b": Layer(), "head": Other()}), "a b"),
+        (lambda: nn.ModuleList([Layer(), Other(), Layer(), nn.Identity()]), "0 1 2"),
+        (lambda: nn.Sequential(Layer(), Other(), Layer()), "0 2"),
+    ],
+    ids=["dict", "list", "sequential"],
+)
+def test_repeated_blocks_of_each_container(blocks, names):
+    """A list has blocks of other classes as well, such as those of a UNet with attention."""
+    model = nn.Module()
+    model.blocks = blocks()
+    assert checkpoint_layers_(model) == tuple(f"blocks.{name}" for name in names.split())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripted_blocks_name_the_way_that_works():
+    """The class of a TorchScript module cannot change; a wrapper works."""
+    plain = nn.Sequential(*[torch.jit.script(Layer()) for _ in range(2)])
+    with pytest.raises(ModuleError, match=r"is a TorchScript module.* apply_activation_checkpoint"):
+        checkpoint_layers_(plain)
+    model = nn.Sequential(*plain)
+    apply_activation_checkpointing(model, check_fn=lambda module: module in set(plain))
+    assert all(isinstance(module, CheckpointWrapper) for module in model)
+    for _ in range(3):  # the first runs of TorchScript differ in the last bit
+        expected, found = _gradients(plain), _gradients(model)
+    assert all(map(torch.allclose, expected, found))

@@ -434,6 +434,55 @@ def test_a_compiled_module_inside_reads_buffers_as_they_were():
     assert_same(results(wrapped), results(plain))
 
 
+class Many(nn.Module):
+    """Reads some layers of a long list, in several ways, and changes the list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ReadThenAdd() for _ in range(9))
+        self.extra = nn.Linear(8, 8)
+        self.fails = False
+
+    def forward(self, x):
+        x = self.layers[1](x)
+        if self.fails:
+            raise ValueError("told to")
+        for layer in self.layers[2:4]:
+            x = layer(x)
+        if len(self.layers) == 9:
+            self.layers.append(self.extra)
+        return self.layers.get_submodule("5")(x) + self.layers[9](x)
+
+
+@pytest.mark.filterwarnings("ignore:.*becomes one region")
+def test_submodules_of_a_long_list_are_put_back(wrap):
+    """The list has its own dict again, with what forward appended, also after an error."""
+    plain = Many()
+    inner = copy.deepcopy(plain)
+    wrapped = wrap(inner)
+    for _ in range(2):
+        assert_same(results(wrapped), results(plain))
+        assert type(inner.layers._modules) is type(plain.layers._modules)
+        assert list(inner.layers._modules) == list(plain.layers._modules)
+    inner.fails = True
+    with pytest.raises(ValueError, match="told to"):
+        wrapped(torch.ones(2, 8))
+    assert type(inner.layers._modules) is type(plain.layers._modules)
+    inner.fails, inner.last = False, nn.LazyLinear(8)
+    with pytest.raises(ModuleError):
+        wrapped(torch.ones(2, 8))
+    assert type(inner.layers._modules) is type(plain.layers._modules)
+
+
+@pytest.mark.filterwarnings("ignore:.*becomes one region")
+def test_nested_regions_share_a_long_list(wrap):
+    """The outer region records what the inner one reads."""
+    plain = nn.Sequential(Many(), nn.Linear(8, 8))
+    wrapped = copy.deepcopy(plain)
+    wrapped[0] = wrap(wrapped[0])
+    assert_same(results(wrap(wrapped)), results(plain))
+
+
 @pytest.mark.parametrize("lazy", [nn.LazyBatchNorm1d, partial(nn.LazyLinear, 8)])
 def test_a_lazy_layer_without_values_is_refused(wrap, lazy):
     """Its first forward creates the values; after a call without gradients, it is accepted."""

@@ -195,7 +195,6 @@ def test_pool_of_a_deleted_model_is_freed(group_of_one: None) -> None:
     train(net)
     kept = [param.grad for param in net.parameters()]
     pool = weakref.ref(net._flat_param.schedule.pool)
-    assert any(pool()._free.values())
     del net
     assert pool() is None
     assert kept

@@ -24,7 +24,6 @@ NOT_HERE = {
     "frozen_segments_have_no_gradient_memory_or_traffic": "counts sums over ranks",
     "lists_change_when_and_not_what_is_gathered": "counts gathers",
     "no_sync_accumulates_and_stays_silent": "counts gathers",
-    "state_of_whole_parameters_is_not_stepped_over_pieces": "no tensor is cut",
     "units_in_another_order_are_named_on_every_rank": "there is one order",
     "units_listed_and_not_used_are_freed": "counts gathers",
 }

@@ -225,3 +225,19 @@ def test_module_that_a_hook_calls_is_each_trackers_own(x):
         with tracker:
             (x * 2).sum().backward()
     assert heard == [("first", "Tanh"), ("second", "Tanh")]
+
+
+def test_gradients_of_a_module_at_a_reused_address():
+    """The path of the dead module must not hide that of the living one."""
+    seen, tracker = [], ModTracker()
+    with tracker:
+        for _ in range(10):
+            model = nn.Sequential(nn.Linear(4, 4))
+            name = lambda p, m=model: seen.append(  # noqa: E731
+                tracker.get_known_fqn(m[0]) == tracker.current
+            )
+            model[0].weight.register_post_accumulate_grad_hook(name)
+            model(torch.ones(1, 4)).sum().backward()
+            model[0].weight._post_accumulate_grad_hooks.clear()
+            del model, name
+    assert seen == [True] * 10

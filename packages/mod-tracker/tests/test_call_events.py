@@ -138,7 +138,7 @@ def test_listener_removed_inside_a_call_gets_its_exit(x):
 
 def test_switches_of_a_failed_call_end_where_they_began(x):
     tracker, seen = ModTracker(), []
-    tracker.on_switch(lambda call, phase: seen.append((call and call.name, phase)))
+    tracker.subscribe(switched=lambda call, phase: seen.append((call and call.name, phase)))
     with tracker, pytest.raises(KeyboardInterrupt):
         nn.Sequential(Failing(KeyboardInterrupt()))(x)
     names = ["Sequential", "Sequential.0", "Sequential.0.a", "Sequential.0", "Sequential", None]

@@ -87,3 +87,46 @@ def test_page_on_memory_names_compiled_modules(model, x):
     note = "compiled, so each is one row without its children: Model.blocks.0; "
     assert page.notes[0].startswith(note)
     assert str(page).endswith(page.notes[0])
+
+
+class Helped(nn.Module):
+    """A module whose helper function is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.helper = torch.compile(lambda x, w: (x @ w).sin(), backend="aot_eager")
+
+    def forward(self, x):
+        return self.helper(x, self.weight)
+
+
+@pytest.mark.parametrize("report_of", [profile_flops, profile_memory])
+def test_compiled_function_is_noted_with_its_module(report_of, x, fresh_compiler):
+    """Its node stands for it in a backward."""
+    model = nn.Sequential(Helped(), nn.Linear(4, 4))
+    with report_of(model) as report:
+        model(x).sum().backward()
+    assert report.notes[0].startswith("compiled functions ran in Sequential.0; ")
+    if report_of is profile_flops:
+        with pytest.raises(StateError, match=r"Sequential\.0 ran compiled"):
+            report.mfu(1e12, 1.0)
+
+
+@pytest.mark.parametrize("report_of", [profile_flops, profile_memory])
+def test_products_that_compiled_code_calls_are_noted(report_of, x):
+    """They write to given results, and torch.compile wrote the code that calls them."""
+    written = {"async_compile": None, "torch": torch}
+    exec("def call(a, b, out): torch.mm(a, b, out=out)", written)
+
+    class Compiled(nn.Module):
+        def forward(self, x):
+            written["call"](x, torch.ones(4, 4), out := torch.empty(2, 4))
+            return out
+
+    with torch.no_grad(), report_of() as report:
+        Compiled()(x)
+    assert report.notes[0].startswith("compiled functions ran in Compiled; ")
+    with torch.no_grad(), report_of() as report:
+        torch.mm(x, torch.ones(4, 4), out=torch.empty(2, 4))
+    assert report.notes == ()

@@ -67,7 +67,7 @@ WRONG = {
     "types must be classes": lambda: ModTracker().subscribe(types="Linear"),
     "include must be patterns": lambda: ModTracker().subscribe(include=nn.Linear),
     "max_depth must be an int": lambda: ModTracker().subscribe(max_depth="2"),
-    "callback must be a function; got None": lambda: ModTracker().on_switch(None),
+    "switched must be a function; got 3": lambda: ModTracker().subscribe(switched=3),
     "clock must be 'cpu'": lambda: enter(profile_time(clock="sun")),
     "ranges must be None, 'record_function'": lambda: enter(trace(ranges=True)),
     "formulas must be a dict": lambda: enter(profile_flops(formulas=[torch.ops.aten.mm])),
@@ -85,7 +85,23 @@ WRONG = {
     "steps must be an int of at least 2; got 1": lambda: assert_no_growth(print, steps=1),
     "warmup must be an int of at least 0": lambda: assert_no_growth(print, warmup=-1),
     "slack_bytes must be an int of at least 0": lambda: assert_no_growth(print, slack_bytes=-1),
-    "there is no column 'colour'. Choose one of total": lambda: measured().top(1, by="colour"),
+    "top: by must be a column; got 'colour'. Choose one of: calls": lambda: measured().top(
+        1, by="colour"
+    ),
+    "by must be a column; got 'forwards'. Similar columns: forward": lambda: measured().table(
+        by="forwards"
+    ),
+    "scalars: by must be a column; got 3": lambda: measured().scalars(by=3),
+    "table: by must be a column; got ''": lambda: measured().table(by=""),
+    "sum: column must be a column; got 'name'": lambda: measured().sum("name"),
+    "sum: column must be a column; got ['forward']": lambda: measured().sum(["forward"]),
+    "sum: patterns must be strings such as 'layers.*'": lambda: measured().sum("forward", 0),
+    "on: no memory is on cuda:7": lambda: measured(profile_memory).on("cuda:7"),
+    "no peak is known for the device 'H1000'": lambda: measured().mfu("H1000", 1.0),
+    "limit_bytes['cpu'] must be an int of at least 1; got 0": lambda: enter(
+        watch_memory(limit_bytes={"cpu": 0})
+    ),
+    "a key of limit_bytes must be a device": lambda: enter(watch_memory(limit_bytes={"gpu": 1})),
     "count must be an int of at least 0; got 'total'": lambda: measured().top("total"),
     "limit must be an int of at least 0, or None": lambda: measured().table(limit=-1),
     "limit must be an int": lambda: measured().scalars(limit=True),
@@ -95,7 +111,7 @@ WRONG = {
     "both reports must be of the same kind; got FlopReport and TimeReport": lambda: measured().diff(
         measured(profile_time)
     ),
-    "peak_flops must be a number above zero; got 'H100'": lambda: measured().mfu("H100", 1.0),
+    "peak_flops must be a number above zero; got None": lambda: measured().mfu(None, 1.0),
     "seconds must be a number above zero; got 0": lambda: measured().hfu(1e12, 0),
     "every_n_steps must be an int of at least 1; got 0": lambda: schedule(every_n_steps=0),
     "every_n_steps must be an int of at least 1; got True": lambda: schedule(every_n_steps=True),

@@ -46,6 +46,31 @@ def test_garbage_is_no_growth():
     assert_no_growth(makes_a_cycle)
 
 
+def test_leaks_that_take_turns_are_found():
+    """No line grows in each step, but the total does."""
+    even, odd = [], []
+
+    def step():
+        if len(even) > len(odd):
+            odd.append(torch.zeros(10))
+        else:
+            even.append(torch.zeros(10))
+
+    with pytest.raises(AssertionError, match="memory grew in each of 4 steps") as error:
+        assert_no_growth(step, steps=4)
+    assert str(error.value).count("test_growth.py:") == 2
+    assert_no_growth(step, steps=4, slack_bytes=40)
+
+
+def test_memory_that_moves_between_lines_is_no_leak():
+    held = [torch.zeros(10)]
+
+    def step():
+        held[0] = torch.zeros(10) if len(held) % 2 else torch.ones(10)
+
+    assert_no_growth(step)
+
+
 def test_growth_that_stops_is_no_leak():
     """A leak must grow in every step, including the last."""
     kept = []

@@ -95,7 +95,7 @@ def test_interrupt_in_a_listener_goes_through(phase, checkpointed, x):
 def test_failing_switch_listener_is_ended(mlp, x):
     """As for the other callbacks."""
     with ModTracker() as tracker:
-        bad = tracker.on_switch(lambda call, phase: 1 / 0)
+        bad = tracker.subscribe(switched=lambda call, phase: 1 / 0)
         step(mlp, x)
         assert type(bad.error) is ZeroDivisionError
         assert tracker.parents == {"Global"}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from mod_tracker import watch_memory
+from mod_tracker import OptionError, watch_memory
 from mod_tracker._torch_compat import SAVED
 from mod_tracker.reports._holders import Held
 from mod_tracker.reports._memory_page import MemoryPage
@@ -123,7 +125,9 @@ def page_of(*storages, grown=None):
 
 def test_first_lines_name_largest_cause_and_growth():
     blocks = [held(7, "saved", "Net", "Net.0"), held(5, "saved", "Net", "Net.1")]
-    page = page_of(*blocks, held(9, "inputs"), grown={("Net", "a.py:1"): 4, ("", "b.py:2"): 2})
+    page = page_of(
+        *blocks, held(9, "inputs"), grown={("cpu", "Net", "a.py:1"): 4, ("cpu", "", "b.py:2"): 2}
+    )
     assert str(page).split("\n\n")[0].splitlines()[2:] == [
         "most of it is activations: 21 B, 12 B of it inside Net",
         "grew by 6 B in a step, 4 B of it at Net, a.py:1",
@@ -136,7 +140,7 @@ def test_tables_have_eight_rows_at_most():
     storages = [
         held(1000 - n, "saved", f"N{n}", line=f"a.py:{n}", phase="forward") for n in range(20)
     ]
-    page = page_of(*storages, grown={("", f"b.py:{n}"): n + 1 for n in range(20)})
+    page = page_of(*storages, grown={("cpu", "", f"b.py:{n}"): n + 1 for n in range(20)})
     sections = str(page).split("\n\n")[1:]
     assert [len(section.splitlines()) for section in sections] == [2, 2, 9, 9, 9, 9]
     assert sections[3].splitlines()[1].split() == [
@@ -144,3 +148,15 @@ def test_tables_have_eight_rows_at_most():
     ]
     assert sections[4].splitlines()[1].split() == ["20", "B", "(outside),", "b.py:19"]
     assert page.total == sum(1000 - n for n in range(20))
+
+
+def test_each_device_has_a_page_of_its_own():
+    """The accelerator comes first, and the text has both."""
+    page = page_of(held(7, "saved", "Net"), replace(held(5, "saved", "Net"), device="cuda:0"))
+    assert (page.device, page.devices, page.total) == ("cuda:0", ("cuda:0", "cpu"), 5)
+    assert page.on("cpu").by_kind()["saved"] == page.on(torch.device("cpu")).total == 7
+    text = str(page)
+    assert "5 B in 1 storages on cuda:0" in text
+    assert "7 B in 1 storages on cpu" in text
+    with pytest.raises(OptionError, match="no memory is on cuda:1"):
+        page.on("cuda:1")

@@ -19,6 +19,7 @@ from mod_tracker.reports._flame_page import flame_page
 from mod_tracker.reports._flops import FlopReport
 from mod_tracker.reports._report import PhaseRow
 
+PHASES = ["forward", "recompute", "backward"]
 REPORTS = [profile_flops, profile_time, profile_memory, trace]
 
 
@@ -65,6 +66,7 @@ def test_scalars_are_flat_and_have_their_unit_in_the_name():
             for phase in ("recompute", "backward")
         },
         "total_flops": 12.0,
+        "Net.0/calls": 0.0,
     }
     assert {type(value) for value in found.values()} == {float}
 
@@ -94,6 +96,98 @@ def test_difference_counts_missing_modules_as_zero(x):
     assert large.diff(small)["Sequential.1"].forward == 64
     assert small.diff(large)["Sequential.1"].forward == -64
     assert large.diff(small).total == 64
+
+
+def numbers_in(value):
+    """All numbers in nested dicts and lists."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for each in value for number in numbers_in(each)]
+    return [value] if isinstance(value, (int, float)) else []
+
+
+@pytest.mark.parametrize("report_of", REPORTS)
+def test_every_figure_of_a_difference_is_a_difference(report_of, mlp):
+    """A report minus itself has zeros only, and minus a smaller one those of both."""
+    reports = []
+    for size in (8, 2):
+        with report_of(mlp) as report:
+            mlp(torch.ones(size, 4)).sum().backward()
+        reports.append(report)
+    large, small = reports
+    assert set(numbers_in(large.diff(large).to_dict())) == {0}
+    assert large.diff(small).total == large.total - small.total
+
+
+def test_flop_figures_of_a_difference(mlp):
+    reports = []
+    for size in (8, 2):
+        with profile_flops(mlp) as report:
+            mlp(torch.ones(size, 4)).sum().backward()
+        reports.append(report)
+    large, small = reports
+    found = large.diff(small)
+    assert found.model_flops == large.model_flops - small.model_flops != 0
+    assert found.by_operator == {"aten.mm.default": found.total}
+
+
+def test_memory_figures_of_a_difference(mlp):
+    reports = []
+    for size in (8, 2):
+        with profile_memory(mlp) as report:
+            mlp(torch.ones(size, 4)).sum().backward()
+        mlp.zero_grad()
+        reports.append(report)
+    large, small = reports
+    found = large.diff(small)
+    assert found.peak == large.peak - small.peak != 0
+    assert found.totals["saved"] == large.totals["saved"] - small.totals["saved"] != 0
+    assert found.causes == {name: large.causes[name] - small.causes[name] for name in found.causes}
+    assert found.on("cpu") is found
+
+
+@pytest.mark.parametrize(
+    ("report_of", "ask"),
+    [
+        (profile_flops, lambda report: report.mfu(1e9, 1.0)),
+        (profile_flops, lambda report: report.hfu("H100", 1.0)),
+        (trace, lambda report: report.events),
+        (trace, lambda report: report.to_json()),
+        (profile_memory, lambda report: report.to_html()),
+    ],
+)
+def test_what_a_difference_cannot_have_is_an_error(report_of, ask, mlp, x):
+    with report_of(mlp) as report:
+        mlp(x).sum().backward()
+    with pytest.raises(StateError, match="a difference has no"):
+        ask(report.diff(report))
+
+
+@pytest.mark.parametrize("report_of", REPORTS)
+def test_calls_are_those_in_forward(report_of, checkpointed):
+    """A recomputation is no call; a module that was freed in the block keeps its calls."""
+    model = checkpointed(use_reentrant=False)
+    with report_of(model) as report:
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+        nn.Sequential(nn.Linear(4, 4))(torch.ones(1, 4))
+    rows = {name: report[name].calls for name in ("m", "m.a", "out", "Checkpointed")}
+    assert rows == dict.fromkeys(rows, 3)
+    assert report["Sequential.0"].calls == 1
+    assert "calls" in str(report).splitlines()[0]
+
+
+def test_sum_over_modules_that_match_counts_nothing_twice(x):
+    """The stages of a pipeline are models of their own."""
+    stages = [nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.ReLU()) for _ in range(2)]
+    with profile_flops() as report:
+        for stage in stages:
+            x = stage(x)
+    assert report.sum("forward", "*") == report.sum("self_forward") == report.total == 2 * 64
+    assert report.sum("forward", "0") == report.sum("forward", "0", "0.0") == 2 * 64
+    assert report.sum("forward", "Sequential#2.*") == 64
+    assert report.sum("forward", "nothing") == 0
 
 
 def test_top_rows_are_those_with_the_largest_values(x):
@@ -131,8 +225,8 @@ def test_row_of_a_module_counts_the_modules_inside_it(x):
     whole = report["Sequential"]
     assert (whole.total, whole.self_total) == (report["0"].total + report["1"].total, 0)
     header, _, first, *_ = str(report).splitlines()
-    assert header.split() == ["module", "total", "forward", "recompute", "backward", "self"]
-    assert first.split()[:3] == ["Sequential", "2.18", "kFLOP"]
+    assert header.split() == ["module", "calls", "total", *PHASES, "self"]
+    assert first.split()[:4] == ["Sequential", "1", "2.18", "kFLOP"]
 
 
 def test_row_is_found_by_the_name_in_the_state_dict(x):

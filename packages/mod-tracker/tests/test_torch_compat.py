@@ -240,11 +240,22 @@ class Packed:
         self.tensor = tensor
 
 
+def nodes_of(output):
+    """Nodes of a tensor's graph, the last one first."""
+    found, waiting = [], [output.grad_fn]
+    for node in waiting:
+        if node is not None:
+            found.append(node)
+            waiting += [reached for reached, _ in node.next_functions]
+    return found
+
+
 def kept_behind(output):
     """Types of the values saved in a tensor's graph, and who saved them: hooks or a checkpoint."""
     return [
         (type(data), hook is not None, of_checkpoint)
-        for data, hook, of_checkpoint in compat.saved_values([output])
+        for node in nodes_of(output)
+        for data, hook, of_checkpoint in compat.saved_by(node)
     ]
 
 
@@ -260,7 +271,7 @@ def test_saved_tensors_are_listed_until_backward():
 def test_packed_values_are_listed_with_their_hook():
     with saved_tensors_hooks(lambda tensor: Packed(tensor.detach()), lambda kept: kept.tensor):
         output = torch.ones(3, requires_grad=True).exp()
-    ((data, hook, _),) = compat.saved_values([output])
+    ((data, hook, _),) = compat.saved_by(output.grad_fn)
     assert type(data) is Packed
     assert hook(data) is data.tensor
 

@@ -69,10 +69,10 @@ def test_events_are_in_order_of_time_and_in_microseconds():
     """Counters lie between slices; slices have the root's iteration and the call's id."""
     net = call_of("net", index=4)
     readings = [(1000, call_of("a", net, 2), "forward"), (3000, outside(), "outside")]
-    events = events_of(readings, [(2000, 64), (3000, 0)])
+    events = events_of(readings, [(2000, "cpu", 64), (3000, "cpu", 0)])
     assert [(e["ph"], e["ts"], e["name"]) for e in events] == [
-        *(("B", 1.0, "net"), ("B", 1.0, "a"), ("C", 2.0, "memory")),
-        *(("E", 3.0, "a"), ("E", 3.0, "net"), ("C", 3.0, "memory")),
+        *(("B", 1.0, "net"), ("B", 1.0, "a"), ("C", 2.0, "memory of cpu")),
+        *(("E", 3.0, "a"), ("E", 3.0, "net"), ("C", 3.0, "memory of cpu")),
     ]
     assert events[1]["args"] == {
         "call": "a@4.2",

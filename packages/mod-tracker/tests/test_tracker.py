@@ -19,7 +19,9 @@ def step(model, x):
 def test_switches_report_every_change(mlp):
     """Entry and exit in forward, the reverse in backward, and outside at the end."""
     tracker, seen = ModTracker(), []
-    tracker.on_switch(lambda call, phase: seen.append((call.name if call else None, phase)))
+    tracker.subscribe(
+        switched=lambda call, phase: seen.append((call.name if call else None, phase))
+    )
     with tracker:
         step(mlp, torch.randn(2, 4))
     forward = ["MLP", "MLP.a", "MLP", "MLP.b", "MLP", None]
@@ -39,7 +41,9 @@ def test_switch_after_a_backward_inside_a_forward_is_the_forward(x):
             return torch.autograd.grad(self.energy(x).sum(), x)[0]
 
     tracker, seen = ModTracker(), []
-    tracker.on_switch(lambda call, phase: seen.append((call.name if call else None, phase)))
+    tracker.subscribe(
+        switched=lambda call, phase: seen.append((call.name if call else None, phase))
+    )
     with tracker:
         Forces()(x)
     assert seen[-3:] == [

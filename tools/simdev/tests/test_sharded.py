@@ -12,7 +12,7 @@ import pytest
 import torch
 from simdev.ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import flat_param
 
@@ -41,6 +41,7 @@ WAYS = {
         "shape": "sharded",
     },
 }
+SHAPES = ("sharded", "replicated")
 TWO_STREAMS = {name for name in WAYS if name.endswith("two streams")}
 
 
@@ -160,7 +161,7 @@ def train(rank, size, micro_batches=1, no_sync=False, jitter=False, beside=False
     return {"races": races + sim.races(), "off": off, "held": held}
 
 
-def step_in_virtual_time(rank, size, comm_us):
+def step_in_virtual_time(rank, size, comm_us, shape=None):
     """Return microseconds of a step and of the host, the number of collectives, and reserved bytes
     beyond the start.
 
@@ -170,7 +171,7 @@ def step_in_virtual_time(rank, size, comm_us):
     gc.collect()
     sim.empty_cache()
     before = sim.memory()["reserved"]
-    trained = sharded(size)
+    trained = sharded(size, shape)
     data = batches(rank, 1).to("simdev:0")
     sim.simulate(virtual=True, kernel_us=100, comm_us=comm_us, log=True)
     for _ in range(3):
@@ -192,17 +193,39 @@ def step_in_virtual_time(rank, size, comm_us):
     return told | {"collectives": count, "bytes": peak}
 
 
+def host_us_in_forward(rank, size, **options):
+    """Return how long the host is in forward, if shards are in host memory."""
+    sim = torch.simdev
+    sim.reset()
+    trained = sharded(size, "sharded", offload_policy=CPUOffloadPolicy(), **options)
+    data = batches(rank, 1).to("simdev:0")
+    sim.simulate(virtual=True, kernel_us=100, copy_us=50, comm_us=20)
+    for _ in range(2):
+        trained.zero_grad()
+        sim.synchronize_all()
+        start = sim.host_us()
+        loss = trained(data[0]).square().mean()
+        spent = sim.host_us() - start
+        loss.backward()
+    return {"us": spent, "races": sim.races()}
+
+
 def all_ways(rank, size, names):
     """Return the results of each case."""
     told = {}
     for name in names:
         torch.simdev.reset()
         told[name] = train(rank, size, **WAYS[name])
-    torch.simdev.reset()
-    alone = told["alone"] = step_in_virtual_time(rank, size, 0)
-    torch.simdev.reset()
-    comm_us = alone["us"] / alone["collectives"] / 2  # computing takes twice as long
-    told["beside"] = step_in_virtual_time(rank, size, comm_us) | {"comm_us": comm_us}
+    for shape in SHAPES:
+        torch.simdev.reset()
+        alone = told[shape, "alone"] = step_in_virtual_time(rank, size, 0, shape)
+        torch.simdev.reset()
+        comm_us = alone["us"] / alone["collectives"] / 2  # computing takes twice as long
+        beside = step_in_virtual_time(rank, size, comm_us, shape)
+        told[shape, "beside"] = beside | {"comm_us": comm_us}
+    told["offloaded"] = host_us_in_forward(rank, size)
+    lower = MixedPrecisionPolicy(torch.bfloat16)
+    told["offloaded and cast"] = host_us_in_forward(rank, size, mp_policy=lower)
     return told
 
 
@@ -229,19 +252,26 @@ def test_nothing_is_held_back_in_a_steady_step(two, way):
     assert [told[way]["held"] for told in two] == [0, 0]
 
 
-def test_communication_is_hidden_where_computing_takes_twice_as_long(two):
+@pytest.mark.parametrize(("shape", "collectives"), list(zip(SHAPES, (3, 1), strict=True)))
+def test_communication_is_hidden_where_computing_takes_twice_as_long(two, shape, collectives):
     """At least 90 % of it, including the first gather and the last reduction."""
     for told in two:
-        alone, beside = told["alone"], told["beside"]
+        alone, beside = told[shape, "alone"], told[shape, "beside"]
         communication = beside["comm_us"] * beside["collectives"]
-        assert beside["collectives"] >= 3 * UNITS
+        assert beside["collectives"] >= collectives * UNITS
         assert beside["us"] - alone["us"] <= 0.1 * communication
 
 
 def test_host_waits_for_nothing_in_a_step(two):
     """Neither to compare orders with other ranks nor to set gradients."""
     for told in two:
-        assert told["beside"]["host_us"] <= 0.01 * told["beside"]["us"]
+        assert told["sharded", "beside"]["host_us"] <= 0.01 * told["sharded", "beside"]["us"]
+
+
+@pytest.mark.parametrize("way", ["offloaded", "offloaded and cast"])
+def test_host_waits_for_no_copy_of_a_shard(two, way):
+    """Copy, cast and gather run on a side stream."""
+    assert [told[way] for told in two] == [{"us": 0, "races": []}] * 2
 
 
 def test_memory_is_that_of_two_units(two):
@@ -251,7 +281,7 @@ def test_memory_is_that_of_two_units(two):
     """
     activations = (UNITS + 2) * 2 * 4 * 8 * WIDTH
     for told in two:
-        held = told["beside"]["bytes"] - activations - 2 * OUTER_BYTES
+        held = told["sharded", "beside"]["bytes"] - activations - 2 * OUTER_BYTES
         assert held <= (2 + 2) * UNIT_BYTES
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import flat_param
 from flat_param.comm._clip import norm_over
 from flat_param.comm._comm import CommLog, Communicator
-from flat_param.sharded import _guards
+from flat_param.sharded._reductions import found_inf_anywhere
 
 WIDTH, SIZE = 64, 2
 DEVICE = "simdev:0"
@@ -54,11 +54,19 @@ def norm_of_own(rank):
 def overflow(rank):
     """The result of the search for an overflow that only one rank has."""
     trained = layer()
-    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     found = torch.full((1,), float(rank), device=DEVICE)
-    search = _guards._found_by_all(lambda *_: {found.device: found})
-    (told,) = search(None, optimizer, None, torch.zeros(1, device=DEVICE)).values()
-    return told.item()
+    pieces = [piece for part in trained._flat_param.parts for piece in part.pieces]
+    found_inf_anywhere(pieces, found)
+    return found.item()
+
+
+def reduced(rank):
+    """A sum and a norm of all ranks' gradients, whose mean is 1.5."""
+    trained = layer()
+    out = trained(torch.ones(1, WIDTH, device=DEVICE))
+    (out.sum() * (rank + 1)).backward()
+    grad = trained.bias.grad
+    return grad.sum().item(), grad.norm().item()
 
 
 def first_ranks_values(rank):
@@ -126,7 +134,8 @@ def beside(rank):
             trained.set_requires_gradient_sync(skips)
             (trained(given, skips).sum() * (rank + 1)).backward()
     main.wait_stream(other)
-    grads = [each.grad.flatten() for each in trained.inner.parameters() if each.grad is not None]
+    params = [each for each in trained.inner.parameters() if each.grad is not None]
+    grads = [each.grad.to_local().flatten() for each in params]
     return torch.cat(grads).unique().cpu()
 
 
@@ -145,6 +154,7 @@ CALLS = {
     "largest gradient": (norm, (math.inf,), 1.5),
     "norm of each rank's own": (norm_of_own, (), 4.0),
     "overflow": (overflow, (), 1.0),
+    "reductions": (reduced, (), (1.5 * WIDTH, 1.5 * math.sqrt(WIDTH))),
     "first rank's values": (first_ranks_values, (), plain()),
     "whole values": (lambda rank: whole(layer()), (), plain()),
     "by hand": (lambda rank: by_hand(rank, later=False), (), plain()),

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -92,15 +93,24 @@ def capture(
 def replay(ambient: AmbientState) -> Iterator[None]:
     """Run the body in this state, then restore the present one."""
     now = [(source, source.state()) for source, _ in ambient.random]
-    with contextlib.ExitStack() as stack:
-        stack.callback(_set_states, now)
+    contexts: list[AbstractContextManager[Any]] = [
+        torch.autocast(kind, dtype, enabled, cache)
+        for kind, enabled, dtype, cache in ambient.autocast
+        if enabled or torch.is_autocast_enabled(kind)
+    ]
+    if ambient.default_device is not None:
+        contexts.append(ambient.default_device)
+    try:
         _set_states(ambient.random)
-        for kind, enabled, dtype, cache in ambient.autocast:
-            if enabled or torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
-        if ambient.default_device is not None:
-            stack.enter_context(ambient.default_device)
-        yield
+        if contexts:
+            with contextlib.ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                yield
+        else:
+            yield
+    finally:
+        _set_states(now)
 
 
 def _set_states(states: Iterable[tuple[Source, Any]]) -> None:

@@ -89,9 +89,9 @@ class Checkpoint:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         call = Call(function, args, kwargs, self.options, describe(function, self.name))
-        call.begin()
-        region = Region(call)
         try:
+            call.begin()
+            region = Region(call)
             with region.hooks():
                 result = call.first(args, kwargs)
         finally:

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
@@ -87,4 +88,6 @@ def require_module(value: object, function: str) -> None:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module has a forward, in its class or itself; `nn.ModuleList` has none."""
+    if isinstance(module, torch.jit.ScriptModule):  # it has a descriptor that only works there
+        return True
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import functools
 import os
+import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from typing import Any, TypeVar
 
 import torch
@@ -31,28 +32,11 @@ from ckpt_wrap._errors import ModuleError, describe, has_forward, require_module
 from ckpt_wrap._offload import Offload
 from ckpt_wrap._offloaded_storage import OffloadStats
 from ckpt_wrap._options import CheckpointImpl, ContextFn, OffloadOptions
-from ckpt_wrap._torch_compat import edges, is_parametrized_class, is_sharded, never_compiled
-from ckpt_wrap._wrapper import ActivationWrapper, clean_in_place, innermost, is_wrapper
+from ckpt_wrap._torch_compat import edges, is_parametrized_class, is_sharded
+from ckpt_wrap._wrapper import ActivationWrapper, Behaviour, clean_in_place, innermost, is_wrapper
 
 M = TypeVar("M", bound=nn.Module)
 STATE = "_ckpt_wrap"
-
-
-@dataclass(frozen=True, slots=True)
-class Behaviour:
-    """The checkpoint function and the offload of a module's forward."""
-
-    checkpoint: CheckpointFn | None = None
-    offload: Offload | None = None
-
-    @never_compiled
-    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward through them."""
-        if self.offload is None:
-            return self.checkpoint(forward, *args, **kwargs)  # type: ignore[misc]  # one is set
-        if self.checkpoint is None:
-            return self.offload(forward, *args, **kwargs)
-        return self.offload(self.checkpoint, forward, *args, **kwargs)
 
 
 def checkpoint_(
@@ -223,7 +207,33 @@ def become(module: M, **change: Any) -> M:
     wanted = replace(vars(module).get(STATE) or Behaviour(), **change)
     _set_class(module, _changed_class(type(module)))
     vars(module)[STATE] = wanted
+    own = vars(module).get("forward")
+    if own is not None and not isinstance(own, OwnForward):
+        vars(module)["forward"] = OwnForward(module, own)
     return module
+
+
+class OwnForward:
+    """The forward that an instance has of its own, such as that of accelerate's hooks.
+
+    It comes before the forward of the class, so it runs through the behaviour in its place.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        self.module = module
+        self.function = function
+        self.__wrapped__ = function  # for `inspect.signature`
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward through the behaviour of its module."""
+        behaviour = vars(self.module).get(STATE)
+        if behaviour is None or not torch.is_grad_enabled():
+            return self.function(*args, **kwargs)
+        return behaviour(types.MethodType(_call_own, self.module), *args, **kwargs)
+
+
+def _call_own(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return vars(module)["forward"].function(*args, **kwargs)
 
 
 def set_name(module: nn.Module, name: str) -> None:
@@ -243,6 +253,9 @@ def _callers_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
 
 def _restore(module: nn.Module) -> None:
     vars(module).pop(STATE, None)
+    own = vars(module).get("forward")
+    if isinstance(own, OwnForward):
+        vars(module)["forward"] = own.function
     if STATE in vars(type(module)):
         _set_class(module, type(module).__bases__[0])
 
@@ -316,10 +329,10 @@ def _why_not(module: nn.Module) -> str:
             "is compiled, but it is the module inside that must be changed. "
             "Call this before torch.compile, or on its _orig_mod."
         )
-    if "forward" in vars(module):
+    if isinstance(module, torch.jit.ScriptModule):
         return (
-            "has a 'forward' of its own, but forward must come from its class. "
-            "Call this before setting forward on the instance."
+            "is a TorchScript module, but its class cannot be changed. Use checkpoint_wrapper or "
+            "offload_wrapper, for the blocks of a model with apply_activation_checkpointing."
         )
     if not has_forward(module):
         return (

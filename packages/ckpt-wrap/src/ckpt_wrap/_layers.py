@@ -1,7 +1,8 @@
 """Checkpoint the modules of a model that a rule selects, or its repeated blocks.
 
-A model's blocks are the entries of an `nn.ModuleList` or `nn.Sequential` that have submodules; at
-least two must have the same class. Of nested lists the outermost counts, unless its entries grow
+A model's blocks are the entries of an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` that have
+submodules; at least two must have the same class. In an `nn.ModuleList` that has two such blocks,
+blocks of other classes count as well. Of nested lists the outermost counts, unless its entries grow
 with the depth of the model: these are stages, and the lists inside them count. Lists of experts do
 not count, since each token runs only some of them.
 """
@@ -123,8 +124,9 @@ def _found(model: nn.Module, every: int) -> Selected:
     ]
     if not selected:
         raise ModuleError(
-            f"ckpt_wrap.checkpoint_layers_: model {type(model).__name__} has no nn.ModuleList or "
-            "nn.Sequential with two blocks of one class. Call checkpoint_ on its blocks."
+            f"ckpt_wrap.checkpoint_layers_: model {type(model).__name__} has no nn.ModuleList, "
+            "nn.ModuleDict or nn.Sequential with two blocks of one class. Call checkpoint_ on its "
+            "blocks."
         )
     return selected
 
@@ -145,8 +147,8 @@ def find_layers(model: nn.Module, prefix: str = "") -> list[Blocks]:
 
 
 def _groups(container: nn.Module, prefix: str) -> list[Blocks]:
-    """Return the entries of a list by class, for classes that are repeated."""
-    if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+    """Return the repeated blocks of a list by class; those of an `nn.ModuleList` as one group."""
+    if not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return []
     blocks = [
         (f"{prefix}.{name}" if prefix else name, block)
@@ -154,6 +156,8 @@ def _groups(container: nn.Module, prefix: str) -> list[Blocks]:
         if has_forward(block) and any(True for _ in block.children()) and _count_elements(block)
     ]
     count = Counter(type(block) for _, block in blocks)
+    if isinstance(container, nn.ModuleList) and max(count.values(), default=0) > 1:
+        return [blocks]
     return [
         [(name, block) for name, block in blocks if type(block) is kind]
         for kind, number in count.items()

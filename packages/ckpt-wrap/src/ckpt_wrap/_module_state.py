@@ -157,7 +157,7 @@ class _Place:
         skip: names that are not state.
     """
 
-    __slots__ = ("entries", "skip", "table", "vary")
+    __slots__ = ("_others", "entries", "skip", "table", "vary")
 
     def __init__(
         self,
@@ -170,27 +170,30 @@ class _Place:
         self.entries = entries
         self.vary = vary
         self.skip = skip
+        self._others = len(table) - len(entries) if skip else 0
 
-    def present(self) -> dict[str, Any]:
-        """The present entries."""
-        table, skip = self.table, self.skip
-        return {n: v for n, v in table.items() if n not in skip} if skip else dict(table)
-
-    def put(self, entries: dict[str, Any]) -> None:
-        """Make these the entries of the dict; weights that sharding sets stay."""
+    def put(self, entries: dict[str, Any]) -> dict[str, Any]:
+        """Make these the entries of the dict; return those that it had."""
         table = self.table
-        if not self.skip and list(table) != list(entries):  # the order of hooks matters
+        if len(table) == len(entries) + self._others:
+            for name, value in entries.items():
+                if table.get(name, _MISSING) is not value:
+                    break
+            else:
+                return entries
+        skip = self.skip
+        before = {n: v for n, v in table.items() if n not in skip and not _is_weight(v)}
+        if not skip and list(table) != list(entries):  # the order of hooks matters
             table.clear()
             table.update(entries)
-            return
-        if len(table) != len(entries):
-            known = entries.keys() | self.skip
-            for name in [n for n in table if n not in known and not _is_weight(table[n])]:
-                del table[name]
+            return before
+        for name in before.keys() - entries.keys():
+            del table[name]
         for name, value in entries.items():
-            present = table.get(name, _MISSING)
-            if present is not value and not _is_weight(present):
+            # Weights that sharding has set stay.
+            if name in before or name not in table:
                 table[name] = value
+        return before
 
 
 class _WatchedChildren(dict[str, Any]):
@@ -279,6 +282,7 @@ class ModuleState:
         self._phase = "start"  # then "forward", "end"
         self._found: set[int] = set()  # ids of the modules
         self._places: list[_Place] = []
+        self._empty: list[dict[str, Any]] = []  # dicts without entries
         self._kept: dict[int, _Kept] = {}  # by id of the tensor
         self._parameters: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._versions: list[int] = []
@@ -303,7 +307,8 @@ class ModuleState:
     @property
     def graph_tensors(self) -> set[int]:
         """Ids of tensors that have a graph in forward, but not in recomputation."""
-        return {key for key, kept in self._kept.items() if kept.has_graph}
+        kept = self._kept
+        return {key for key, one in kept.items() if one.has_graph} if kept else set()
 
     def _read(self, modules: Iterable[nn.Module | None]) -> None:
         """Record modules and those below them, unless they are recorded already."""
@@ -313,7 +318,9 @@ class ModuleState:
         for module in todo:
             if id(module) not in self._found:
                 self._found.add(id(module))
-                self._record_parameters(module)
+                parameters = module._parameters
+                if parameters:
+                    self._record_parameters(module, parameters)
                 todo.extend(self._record(module))
 
     def _record(self, module: nn.Module) -> Iterable[nn.Module]:
@@ -322,14 +329,25 @@ class ModuleState:
             return [child for child in module._modules.values() if child is not None]
         attributes = vars(module)
         self._record_attributes(module, attributes)
-        self._record_buffers(module, attributes["_buffers"])
+        buffers = attributes["_buffers"]
+        if buffers:
+            self._record_buffers(module, buffers)
+        else:
+            self._empty.append(buffers)
         if module is not self.module or self._own_hooks:
             for name in _HOOKS:
-                self._places.append(_Place(attributes[name], dict(attributes[name])))
-            for name in _HOOK_OPTIONS:
-                if attributes[name]:
-                    self._places.append(_Place(attributes[name], dict(attributes[name])))
-        return self._record_children(module, attributes)
+                hooks = attributes[name]
+                if hooks:
+                    self._places.append(_Place(hooks, dict(hooks)))
+                    for option in _HOOK_OPTIONS:
+                        self._places.append(_Place(attributes[option], dict(attributes[option])))
+                else:
+                    self._empty.append(hooks)
+        children = attributes["_modules"]
+        if children:
+            return self._record_children(module, attributes, children)
+        self._empty.append(children)
+        return ()
 
     def _record_attributes(self, module: nn.Module, attributes: dict[str, Any]) -> None:
         entries: dict[str, Any] = {}
@@ -340,8 +358,7 @@ class ModuleState:
             kind: Any = type(value)
             if kind not in ATOMS:
                 if isinstance(value, torch.Tensor):
-                    # Parameters, and views of them, are weights: sharding replaces these.
-                    if is_parameter_view(value):
+                    if _is_weight(value):  # sharding replaces these at any time
                         continue
                     value = self._keep(module, name, value)
                     vary.append(name)
@@ -361,18 +378,16 @@ class ModuleState:
     def _record_buffers(self, module: nn.Module, buffers: dict[str, Any]) -> None:
         entries: dict[str, Any] = {}
         for name, buffer in buffers.items():
-            self._require_values(buffer)
+            if is_lazy(buffer):
+                self._refuse_lazy()
             is_tensor = isinstance(buffer, torch.Tensor)
             entries[name] = self._keep(module, name, buffer) if is_tensor else buffer
         self._places.append(_Place(buffers, entries, list(entries)))
 
     def _record_children(
-        self, module: nn.Module, attributes: dict[str, Any]
+        self, module: nn.Module, attributes: dict[str, Any], children: dict[str, Any]
     ) -> Iterable[nn.Module]:
         self._has_compiled |= is_compiled(module)
-        children = attributes["_modules"]
-        if not children:
-            return ()
         entries = dict(children)
         self._places.append(_Place(children, entries))
         if self._can_watch(module, children):
@@ -390,16 +405,15 @@ class ModuleState:
             return children.thread == threading.get_ident()
         return type(children) is dict
 
-    def _record_parameters(self, module: nn.Module) -> None:
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            self._require_values(parameter)
-            if isinstance(parameter, nn.Parameter):
+    def _record_parameters(self, module: nn.Module, parameters: dict[str, Any]) -> None:
+        for name, parameter in parameters.items():
+            if type(parameter) is nn.Parameter or isinstance(parameter, nn.Parameter):
+                if type(parameter) is not nn.Parameter and is_lazy(parameter):
+                    self._refuse_lazy()
                 self._parameters.append((module, name, parameter))
                 self._versions.append(version_of(parameter))
-            else:
-                self._given.append((module._parameters, name))
+            elif parameter is not None:
+                self._given.append((parameters, name))
                 self.weights.append(parameter)
 
     def _keep(self, module: nn.Module, name: str, tensor: torch.Tensor) -> _Kept:
@@ -427,13 +441,11 @@ class ModuleState:
             if source is not None and id(value) not in self._sources:
                 self._sources[id(value)] = (source, source.state())
 
-    def _require_values(self, tensor: Any) -> None:
-        if is_lazy(tensor):
-            raise ModuleError(
-                f"ckpt_wrap.checkpoint_: module {self._where} contains a lazy module without "
-                "values, which its first forward makes. Run one forward under torch.no_grad() "
-                "first."
-            )
+    def _refuse_lazy(self) -> None:
+        raise ModuleError(
+            f"ckpt_wrap.checkpoint_: module {self._where} contains a lazy module without values, "
+            "which its first forward makes. Run one forward under torch.no_grad() first."
+        )
 
     def stop_watching(self) -> None:
         """Forward has ended, also by an error."""
@@ -450,8 +462,8 @@ class ModuleState:
 
     def drop(self) -> None:
         """Forget everything: nothing will be recomputed."""
-        self._places, self._parameters, self._versions, self._given = [], [], [], []
-        self._kept, self._sources, self.weights = {}, {}, []
+        self._places, self._empty, self._parameters, self._given = [], [], [], []
+        self._versions, self._kept, self._sources, self.weights = [], {}, {}, []
         self._copier = Copier(self._leaf, _is_data)
 
     @contextlib.contextmanager
@@ -473,23 +485,28 @@ class ModuleState:
             kept.require(self._name(kept.module, kept.name), self._where)
         fresh: dict[int, torch.Tensor] = {}
         fill = Copier(lambda leaf: _value(leaf, fresh), _is_data)
-        before = [(place, place.present()) for place in self._places]
+        filled = [place for place in self._empty if place]  # by other code, since forward
+        places = self._places + [_Place(table, {}) for table in filled]
+        before: list[tuple[_Place, dict[str, Any]]] = []
         given = [table[name] for table, name in self._given]
         states = [(source, source.state()) for source, _ in self._sources.values()]
         try:
             for source, state in self._sources.values():
                 source.set_state(state)
-            for place in self._places:
+            for place in places:
                 entries = place.entries
                 if place.vary:
                     entries = {**entries, **{name: fill(entries[name]) for name in place.vary}}
-                place.put(entries)
+                before.append((place, place.put(entries)))
             for (table, name), weight in zip(self._given, weights, strict=True):
                 table[name] = weight
             yield
         finally:
             for (table, name), tensor in zip(self._given, given, strict=True):
                 table[name] = tensor
+            for table in self._empty:
+                if table and not any(table is place for place in filled):  # by recomputation
+                    table.clear()
             for place, entries in before:
                 place.put(entries)
             for source, state in states:
@@ -535,6 +552,7 @@ def _is_data(kind: Any) -> bool:
 
 
 def _is_weight(value: Any) -> bool:
+    """Whether a value is a parameter or a view of one."""
     return isinstance(value, torch.Tensor) and is_parameter_view(value)
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ckpt_wrap._disk_tier import DiskTier
 from ckpt_wrap._host_tier import HostTier
-from ckpt_wrap._offloaded_storage import OffloadedStorage
+from ckpt_wrap._offloaded_storage import BytesAway, OffloadedStorage
 from ckpt_wrap._options import OffloadOptions
 
 INFLIGHT_BYTES = 1 << 30
@@ -102,7 +102,7 @@ class OffloadScheduler:
         self.storages: weakref.WeakValueDictionary[Any, OffloadedStorage] = (
             weakref.WeakValueDictionary()
         )
-        self.away: dict[int, int] = {}  # bytes by number of the storage
+        self.away = BytesAway()
         self._room = threading.RLock()  # taken before a storage's lock
         self._local = threading.local()
 
@@ -123,7 +123,7 @@ class OffloadScheduler:
         if most is None:
             return storage.leave(self.tier.place())
         with self._room:
-            if sum(self.away.values()) + storage.nbytes <= most:
+            if self.away.total + storage.nbytes <= most:
                 return storage.leave(self.tier.place())
         storage.counters.counts.kept += 1
         return False

@@ -56,6 +56,24 @@ class OffloadStats:
     late: int = 0
 
 
+class BytesAway:
+    """Bytes of storages that are elsewhere, by number of the storage, and their total."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._bytes: dict[int, int] = {}
+
+    def add(self, number: int, nbytes: int) -> None:
+        """Add a storage."""
+        self._bytes[number] = nbytes
+        self.total += nbytes
+
+    def remove(self, number: int) -> None:
+        """Remove the storage with this number, if it was added."""
+        nbytes = self._bytes.pop(number, 0)
+        self.total -= nbytes
+
+
 class Counters:
     """The counts of one module.
 
@@ -63,20 +81,21 @@ class Counters:
     count.
 
     Args:
-        away_of_all: bytes by number, of all storages with the same options that are away.
+        away_of_all: those of all storages with the same options.
     """
 
-    def __init__(self, away_of_all: dict[int, int]) -> None:
+    def __init__(self, away_of_all: BytesAway) -> None:
         self.counts = OffloadStats()
         self._away_of_all = away_of_all
-        self._away: dict[int, int] = {}  # bytes by number of the storage
+        self._away = BytesAway()
 
     def out(self, number: int, nbytes: int) -> None:
         """Count a storage that left; `number` identifies it."""
-        self._away[number] = self._away_of_all[number] = nbytes
+        self._away.add(number, nbytes)
+        self._away_of_all.add(number, nbytes)
         self.counts.copies_out += 1
         self.counts.bytes_out += nbytes
-        away = sum(self._away.values())
+        away = self._away.total
         if away > self.counts.peak_bytes_away:
             self.counts.peak_bytes_away = away
 
@@ -88,12 +107,12 @@ class Counters:
 
     def gone(self, number: int) -> None:
         """Forget the storage with this number, if it left."""
-        self._away_of_all.pop(number, None)
-        self._away.pop(number, None)
+        self._away_of_all.remove(number)
+        self._away.remove(number)
 
     def snapshot(self) -> OffloadStats:
         """The counts at present."""
-        return replace(self.counts, bytes_away=sum(self._away.values()))
+        return replace(self.counts, bytes_away=self._away.total)
 
 
 class Stored(ABC):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from ckpt_wrap._checkpoint_fn import CheckpointFn, make_checkpoint_fn
 from ckpt_wrap._errors import require_module
 from ckpt_wrap._offload import Offload
 from ckpt_wrap._options import CheckpointImpl, ContextFn, OffloadOptions
-from ckpt_wrap._torch_compat import edges
+from ckpt_wrap._torch_compat import edges, never_compiled
 
 WRAPPED_MODULE = "_checkpoint_wrapped_module"
 PREFIX = WRAPPED_MODULE + "."
@@ -37,6 +38,26 @@ _SHARED = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """The checkpoint function and the offload of a module's forward.
+
+    Offload is around checkpoint: activations are recomputed, so only the inputs can be offloaded.
+    """
+
+    checkpoint: CheckpointFn | None = None
+    offload: Callable[..., Any] | None = None
+
+    @never_compiled
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward through them."""
+        if self.offload is None:
+            return self.checkpoint(forward, *args, **kwargs)  # type: ignore[misc]  # one is set
+        if self.checkpoint is None:
+            return self.offload(forward, *args, **kwargs)
+        return self.offload(self.checkpoint, forward, *args, **kwargs)
 
 
 class InnerDict(dict[str, Any]):
@@ -201,8 +222,8 @@ class CheckpointWrapper(ActivationWrapper):
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         if isinstance(inner, OffloadWrapper):
-            # Activations are recomputed, so only the inputs can be offloaded.
-            return inner._caller(self.checkpoint_fn, inner._inner(), *args, **kwargs)
+            both = Behaviour(self.checkpoint_fn, inner._caller)
+            return both(inner._inner(), *args, **kwargs)
         return self.checkpoint_fn(inner, *args, **kwargs)
 
 

@@ -190,12 +190,13 @@ def plan_training(
     trained = sum(each.trained for each in sizes)
     whole = [each.whole_params for each in sizes]
     grads = [each.whole_grads for each in sizes]
+    at_a_time = 1 if world_size == 1 else 2  # while one is reduced over ranks, the next is filled
     return TrainingPlan(
         params=sum(each.params for each in sizes),
         grads=trained,
         optimizer=state_tensors * trained,
-        whole_params_peak=_outermost_and_two(whole) if reshard_after_forward else sum(whole),
-        whole_grads_peak=_outermost_and_two(grads) if microbatches == 1 else sum(grads),
+        whole_params_peak=_outermost_and(2, whole) if reshard_after_forward else sum(whole),
+        whole_grads_peak=_outermost_and(at_a_time, grads) if microbatches == 1 else sum(grads),
     )
 
 
@@ -229,5 +230,5 @@ def _bytes_of(
     return sizes
 
 
-def _outermost_and_two(sizes: Sequence[int]) -> int:
-    return sizes[-1] + sum(sorted(sizes[:-1])[-2:])
+def _outermost_and(count: int, sizes: Sequence[int]) -> int:
+    return sizes[-1] + sum(sorted(sizes[:-1])[-count:])

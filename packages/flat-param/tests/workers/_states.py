@@ -148,7 +148,7 @@ def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
                 state = optimizer.state.get(param, {}).items()
                 values |= {f"{name}/{key}": value for key, value in state}
                 where = piece.start, piece.spec.shape, piece.spec.stride
-                mine += [(k, v.clone(), *where) for k, v in values.items() if piece.numel]
+                mine += [(k, _local(v), *where) for k, v in values.items() if piece.numel]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     found: dict[str, Tensor] = {}
@@ -160,6 +160,13 @@ def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
         memory = whole.as_strided((whole.numel(),), (1,))
         memory[start : start + value.numel()] = value.as_strided((value.numel(),), (1,))
     return found
+
+
+def _local(value: Any) -> Tensor:
+    """This rank's elements; state that is loaded has a shard until the next step."""
+    local: Tensor = getattr(value, "_local_tensor", value)
+    local = local.detach().as_subclass(Tensor).clone()
+    return local.reshape(()) if not value.dim() and local.numel() else local
 
 
 def full_values(state: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:

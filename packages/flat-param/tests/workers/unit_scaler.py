@@ -73,7 +73,7 @@ def check_it_is_on_one_rank_alone(rank: int, world: int) -> None:
     factors = torch.ones(8)
     factors[-1] = 1e37
     (model(factors) * 16).backward()
-    finite = [bool(param.grad.isfinite().all()) for param in model.parameters()]
+    finite = [bool(param.grad.to_local().isfinite().all()) for param in model.parameters()]
     ranks: list[Any] = [None] * world
     dist.all_gather_object(ranks, all(finite))
     assert ranks.count(False) == 1

@@ -112,6 +112,51 @@ def check_parameters_are_frozen_and_trained_again(rank: int, world: int) -> None
     raises(flat_param.ParameterError, text, lambda: other(ids))
 
 
+class Writes(nn.Module):
+    """Changes a parameter in each forward, as some norms of weights do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.second.mul_(0.5)
+        return x @ self.first @ self.second
+
+
+def check_write_to_a_parameter_in_forward_is_refused(rank: int, world: int) -> None:
+    """It would be lost; a rank that has all of the parameter keeps it."""
+    model, x = fully_shard(nn.Sequential(fully_shard(Writes()), nn.Linear(3, 3))), torch.ones(2, 3)
+    if world == 1:
+        model(x)
+        assert whole_state(model)["0.second"].tolist() == [[0.5] * 3] * 3
+        return
+    text = "parameter 'second' of unit '0' was written to in forward"
+    for _ in range(2):
+        raises(flat_param.StateError, text, lambda: model(x))
+    assert whole_state(model)["0.second"].tolist() == [[1.0] * 3] * 3
+
+
+def check_head_is_computed_with_after_forward(rank: int, world: int) -> None:
+    """Outside of its unit's forward, by a loss that is fused with the last layer."""
+    reference, model = plain(), sharded()
+    (ids,) = batches(world, 1)
+    for module, part in ((reference, ids), (model, share(ids, rank))):
+        head = module.head
+        hidden: list[Tensor] = []
+        handle = head.register_forward_pre_hook(lambda _, args, hidden=hidden: hidden.extend(args))
+        module(part)
+        handle.remove()
+        if module is model:
+            model.comm_counts()
+            model.unshard()
+            assert "all_gather" not in model.comm_counts()
+        logits = nn.functional.linear(hidden[0], head.weight, head.bias)
+        nn.functional.cross_entropy(logits.flatten(0, 1), part.roll(1, 1).flatten()).backward()
+    same_grads(model, reference)
+
+
 def check_reduce_dtype_and_inputs_are_as_asked(rank: int, world: int) -> None:
     """Each setting alone: sums in another dtype, and inputs left as they come."""
     (ids,) = batches(world, 1)

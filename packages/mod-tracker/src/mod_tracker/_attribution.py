@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 from torch import is_grad_enabled, nn
@@ -69,7 +69,8 @@ NOWHERE = outside()
 class PathGuard(weakref.ref[nn.Module]):
     """Removes the path of a dead module from the children of its parent; see `Path.guard`."""
 
-    __slots__ = ("key", "siblings")
+    __slots__ = ("gone", "key", "siblings")
+    gone: Counter[str]
     key: int
     siblings: dict[int, Path]
 
@@ -79,6 +80,7 @@ class Attribution:
 
     Attributes:
         threaded: whether modules ran in several threads.
+        gone_calls: number of calls of modules whose paths are removed, by name.
     """
 
     def __init__(self, *, limit: int) -> None:
@@ -88,6 +90,7 @@ class Attribution:
         self.local = threading.local()
         self.states: deque[ThreadState] = deque(maxlen=KEPT_STATES)
         self.threaded = False
+        self.gone_calls: Counter[str] = Counter()
         self._task_states: dict[int, ThreadState] = {}
 
     def open_state(self) -> ThreadState:
@@ -186,7 +189,7 @@ class Attribution:
         parent, key = outer[0], id(module)
         target = unwrap(module)
         guard = PathGuard(module, _drop)
-        guard.siblings, guard.key = parent.children, key
+        guard.siblings, guard.key, guard.gone = parent.children, key, self.gone_calls
         alive = guard if target is module else weakref.ref(target)
         if self._is_internal(target, parent):
             path = Path(alive, parent=parent)
@@ -196,9 +199,11 @@ class Attribution:
             called_as = self._called_as(parent, target, name)
             path = Path(alive, parent=parent, name=name, called_as=called_as)
             path.listeners = self._listeners_of(path)
-            state.paths.setdefault(id(target), path)
+            first = state.paths.get(id(target))
+            if first is None or first.module() is not target:  # of a dead module at this address
+                state.paths[id(target)] = path
         if graph_task() != NO_TASK:
-            path.last = (path, 0, None)
+            path.last, path.uncounted = (path, 0, None), 1
         path.guard = guard
         parent.children[key] = path
         return path
@@ -228,6 +233,12 @@ class Attribution:
             return self._creator(state, task, number)
         owner = self._owner_of(state, task)
         return NOWHERE if owner is None else self._accumulates(owner, node)
+
+    def creator_of(self, node: Any) -> Call:
+        """Return the call that created a node in forward; the outside for a leaf's node."""
+        number = number_of(node)
+        known = number < UNNUMBERED
+        return self._creator(self.state(), graph_task(), number) if known else NOWHERE
 
     def _creator(self, state: ThreadState | None, task: int, number: int) -> Call:
         owner = self._owner_of(state, task)
@@ -294,4 +305,7 @@ def _is_recomputing() -> bool:
 
 def _drop(guard: PathGuard) -> None:
     # The callback runs before the address can be reused, so the entry is the dead module's.
-    guard.siblings.pop(guard.key, None)
+    path = guard.siblings.pop(guard.key, None)
+    for gone in [] if path is None else list(path.walk()):
+        guard.gone[gone.name] += gone.calls
+        gone.children.clear()  # their guards find nothing, so nothing counts twice

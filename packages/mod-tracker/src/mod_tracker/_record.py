@@ -45,6 +45,7 @@ class Path:
         children: paths below, by `id` of the module.
         keys: state_dict prefixes of the modules below this one, by `id`, once needed.
         last: the latest call on this path.
+        uncounted: calls that `last` counts and that were not in forward.
         listeners: listeners of calls on this path; None if there are none.
         guard: weak reference that removes the path from `parent.children` when the called object
             is freed. Otherwise a new object with the same `id` would get this path.
@@ -61,6 +62,7 @@ class Path:
         "name",
         "parent",
         "stack",
+        "uncounted",
     )
 
     def __init__(
@@ -79,8 +81,14 @@ class Path:
         self.children: dict[int, Path] = {}
         self.keys: dict[int, str] = {}
         self.last: Call = (self, -1, None)
+        self.uncounted = 0
         self.listeners: Any = None
         self.guard: Any = None
+
+    @property
+    def calls(self) -> int:
+        """Number of calls on this path, without those in recomputation."""
+        return self.last[1] + 1 - self.uncounted
 
     def chain(self) -> Iterator[Path]:
         """Yield this path and those around it, innermost first, without the outside."""

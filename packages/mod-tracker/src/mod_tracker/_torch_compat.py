@@ -21,7 +21,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import graph
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -210,6 +209,10 @@ _SAVES_INPUTS: tuple[type, ...] = tuple(
 )
 
 
+SHOWS_SAVED = hasattr(SAVED, "data")
+"""Whether a node shows what it saved; torch 2.9 does not."""
+
+
 class SavedValue(NamedTuple):
     """A tensor that a node, or torch's checkpoint, saved.
 
@@ -224,39 +227,20 @@ class SavedValue(NamedTuple):
     of_checkpoint: bool
 
 
-def saved_values(tensors: Iterable[torch.Tensor]) -> Iterator[SavedValue]:
-    """Yield the values saved by all nodes in the graphs of these tensors.
-
-    Yields nothing on torch 2.9, which does not expose them. Values that a backward has freed are
-    left out.
-    """
-    waiting = [_node_of(tensor) for tensor in tensors]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [reached for reached, _ in node.next_functions]
-        of_checkpoint = _is_of(node, checkpoint.CheckpointFunction, *_SAVES_INPUTS)
-        kind: Any = type(node)
-        for name in _fields(kind):
-            for saved in _saved_in(node, name):
-                yield from value_in(saved, of_checkpoint=of_checkpoint)
+def saved_by(node: Any) -> Iterator[SavedValue]:
+    """Yield the values that a node saved, without those that a backward has freed."""
+    of_checkpoint = _is_of(node, checkpoint.CheckpointFunction, *_SAVES_INPUTS)
+    kind: Any = type(node)
+    for name in _fields(kind):
+        for saved in _saved_in(node, name):
+            yield from value_in(saved, of_checkpoint=of_checkpoint)
 
 
 def value_in(saved: Any, *, of_checkpoint: bool) -> Iterator[SavedValue]:
-    """Yield the value in an instance of `SAVED`; nothing on torch 2.9, which does not show it."""
+    """Yield the value in an instance of `SAVED`; nothing on torch 2.9."""
     data = getattr(saved, "data", None)
     if data is not None:
         yield SavedValue(data, getattr(saved, "unpack_hook", None), of_checkpoint)
-
-
-def _node_of(tensor: torch.Tensor) -> Any:
-    try:
-        return tensor.grad_fn
-    except Exception:  # a tensor subclass may raise anything
-        return None
 
 
 @cache
@@ -437,23 +421,6 @@ def top_saved_hooks() -> tuple[Any, Any] | None:
     """Return the innermost saved-tensor hooks of this thread, or None."""
     hooks: tuple[Any, Any] | None = _C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
-
-
-def leave_saved_hooks(own: saved_tensors_hooks) -> None:
-    """Leave saved-tensor hooks, if they are on; hooks that were entered later stay on.
-
-    Their own `__exit__` would leave the topmost hooks instead.
-    """
-    taken: list[saved_tensors_hooks] = []
-    try:
-        while (hooks := top_saved_hooks()) is not None and hooks[0] != own.pack_hook:
-            taken.append(saved_tensors_hooks(*hooks))
-            taken[-1].__exit__()
-        if hooks is not None:
-            own.__exit__()
-    finally:
-        while taken:
-            taken.pop().__enter__()
 
 
 _plain_tensors = (torch.Tensor, torch.nn.Parameter)

@@ -217,6 +217,7 @@ class ModTracker:
         post_forward: Hook | None = None,
         pre_backward: Hook | None = None,
         post_backward: Hook | None = None,
+        switched: Hook | None = None,
         include: str | tuple[str, ...] = (),
         exclude: str | tuple[str, ...] = (),
         max_depth: int | None = None,
@@ -232,6 +233,9 @@ class ModTracker:
             post_forward: called with `(call, args, kwargs, output)`; output None if it failed.
             pre_backward: called with `(call, grads)`.
             post_backward: called with `(call, grads)`.
+            switched: called with `(call, phase)` whenever another call runs, in forward and in
+                backward; `call` is None outside of all modules. The filters below do not apply to
+                it. In backward a change is seen at the nodes that made a module's input or output.
             include: only modules whose name or state_dict prefix matches one of these patterns.
             exclude: leave out modules that match one of these patterns.
             max_depth: only modules with at most this many modules on the path, itself included.
@@ -250,31 +254,22 @@ class ModTracker:
             check_callable("subscribe", name, callback, "a function")
             return subscription._guard(lambda _, *rest: callback(describe(locate()[0]), *rest))
 
+        def told(callback: Hook) -> Hook:
+            check_callable("subscribe", "switched", callback, "a function")
+            return subscription._guard(lambda call, phase: callback(describe(call), phase))
+
         listener = Listener(
             pre_forward=notified("pre_forward", pre_forward),
             post_forward=notified("post_forward", post_forward),
             pre_backward=notified("pre_backward", pre_backward),
             post_backward=notified("post_backward", post_backward),
+            switched=None if switched is None else told(switched),
             include=_tuple("include", include, str),
             exclude=_tuple("exclude", exclude, str),
             max_depth=max_depth,
             types=_tuple("types", types, type),
         )
         return self._listen(listener, subscription)
-
-    def on_switch(self, callback: Callable[[ModuleCall | None, str], object]) -> Subscription:
-        """Listen to every change of the running call, in forward and in backward.
-
-        In backward a change is seen at the nodes that made a module's input or output. Errors of
-        the callback are handled as by `subscribe`.
-
-        Args:
-            callback: called with `(call, phase)`; `call` is None outside of all modules.
-        """
-        check_callable("on_switch", "callback", callback, "a function")
-        subscription = Subscription()
-        notified = subscription._guard(lambda call, phase: callback(describe(call), phase))
-        return self._listen(Listener(switched=notified), subscription)
 
     def _listen(self, listener: Listener, subscription: Subscription | None = None) -> Subscription:
         attribution, subscription = self._attribution, subscription or Subscription()

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grad
 
 from .._errors import StateError
 
@@ -169,7 +168,7 @@ def dtensor_offsets(size: torch.Size, mesh: Any, placements: Any) -> tuple[int, 
     return tuple(found)
 
 
-def make_wrapper(cls: Any, size: torch.Size, stride: tuple[int, ...], local: Tensor) -> Any:
+def make_wrapper(cls: Any, size: tuple[int, ...], stride: tuple[int, ...], local: Tensor) -> Any:
     """A tensor of a subclass without memory, of the dtype and device of `local`."""
     return Tensor._make_wrapper_subclass(
         cls, size, strides=stride, dtype=local.dtype, device=local.device
@@ -212,25 +211,6 @@ def allow_foreach(kind: type[Tensor]) -> None:
 def norms_of(tensors: list[Tensor], order: float) -> Sequence[Tensor]:
     """The norm of each tensor, `()` each."""
     return torch._foreach_norm(tensors, order)
-
-
-def replace_unscale(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap the method with which `torch.amp.GradScaler` finds overflow in gradients."""
-    kind: Any = torch.amp.GradScaler
-    kind._unscale_grads_ = make(_needed(kind, "_unscale_grads_"))
-
-
-def replace_total_norm(make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
-    """Wrap the norm of `torch.nn.utils.clip_grad_norm_` and `get_total_norm`.
-
-    Both names may have been imported elsewhere, so the function that they call is replaced, which
-    is in the closure of their decorator.
-    """
-    total_norm = _needed(clip_grad, "_get_total_norm")
-    cells = [cell for cell in total_norm.__closure__ or () if callable(cell.cell_contents)]
-    if not cells:
-        _needed(clip_grad, "decorator of _get_total_norm")
-    cells[0].cell_contents = make(cells[0].cell_contents)
 
 
 def pass_over_frames(*functions: Callable[..., Any]) -> None:

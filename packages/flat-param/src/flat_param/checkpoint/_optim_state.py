@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import ParameterError, StateError
-from ..buffers._dtensors import as_dtensor
+from ..buffers._dtensors import as_dtensor, is_dtensor
 from ..layout._arguments import check_is_optimizer
-from ..sharded._optim_state import present_all, take_all
+from ..sharded._optim_state import follow, present_all, take_all
 from ..sharded._param_piece import ParamPiece, piece_of
 
 
@@ -53,7 +53,12 @@ def _check_shared(params: Iterable[NamedParam], optimizer: Optimizer) -> None:
     first: dict[tuple[object, ...], NamedParam] = {}
     for named in params:
         for key, value in optimizer.state.get(named.param, {}).items():
-            if type(value) is not Tensor or not value.dim() or not value.data_ptr():
+            if (
+                not isinstance(value, Tensor)
+                or is_dtensor(value)
+                or not value.dim()
+                or not value.data_ptr()
+            ):
                 continue
             place = value.device, value.data_ptr(), tuple(value.shape)
             other = first.setdefault(place, named)
@@ -117,6 +122,7 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
         {"params": [next(positions) for _ in group], **opts}
         for group, opts in zip(groups, options, strict=True)
     ]
+    follow(optimizer)
     optimizer.load_state_dict({"state": new, "param_groups": merged})
     for param, key, code in codes:
         value = optimizer.state.get(param, {}).get(key)

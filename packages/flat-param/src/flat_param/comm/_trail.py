@@ -24,14 +24,14 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .._torch_compat import default_store
+from ._host_copies import HostCopy
 
 ORDER_BYTES = 8  # a checksum and its complement, see sharded/_order.py
 _KEPT = 4096  # labels; enough to name the first difference in any step
@@ -39,6 +39,15 @@ _ANSWER_S = 3.0
 
 _made: Counter[tuple[int, ...]] = Counter()
 _trails: WeakKeyDictionary[dist.ProcessGroup, Trail] = WeakKeyDictionary()
+
+
+class Unread(NamedTuple):
+    """Words of a step, the copy to the host and its source, and labels of the collectives."""
+
+    words: Tensor
+    source: Tensor
+    copy: HostCopy
+    labels: list[list[str]]
 
 
 class Trail:
@@ -63,7 +72,7 @@ class Trail:
         self.backends = {device: backend for device, _, backend in pairs}
         self.units = self.started = self.checksum = 0
         self.recent: deque[str] = deque(maxlen=_KEPT)
-        self.unread: tuple[Tensor, torch.Event, list[list[str]]] | None = None
+        self.unread: Unread | None = None
         self._store = default_store()
         self._rank = dist.get_rank()
 

@@ -118,4 +118,6 @@ def put_to_rest(unit: Unit, function: str) -> None:
     if unit.is_by_hand:
         unit.reshard()
         schedule.was_freed(unit)
+    for part in unit.parts:
+        part.synchronize()
     unit.take_changes()

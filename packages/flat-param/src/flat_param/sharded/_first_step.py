@@ -1,63 +1,80 @@
-"""Refuse optimizers that cannot step pieces, before their first step.
+"""Hooks around each optimizer step: public ones of torch, for all optimizers.
 
-An optimizer that needs whole tensors is refused where it reads a piece, see _piece_tensors.py. It
-may have updated other parameters before, and a rank without elements never reads the piece. So a
-copy of the optimizer is first stepped on an empty piece of each parameter that is cut: the refusal
-comes on all ranks, before anything has changed.
+- At an optimizer's first step, its state dicts are made to have shards, see _optim_state.py, and
+  state that was loaded before is cut.
+- An optimizer that needs whole tensors is refused where it reads a piece, see _piece_tensors.py. It
+  may have updated other parameters before, and a rank without elements never reads the piece. So a
+  copy of the optimizer is first stepped on an empty piece of each parameter that is cut: the
+  refusal comes on all ranks, before anything has changed.
+- A norm divided by a power of `numel()` is a root mean square, but `numel()` of a piece counts the
+  elements of this rank. An optimizer that calls both is refused.
+- Steps are counted: fused ones do not change version counters, and a rank without a piece sees no
+  change of a parameter.
 
 Not tried: torch's own elementwise optimizers, which are never refused; optimizers whose options or
 attributes are no plain values; a copy that fails in another way, such as without a closure.
 
 Also refused are optimizers that send parameters between ranks, and those made before sharding that
-have replaced parameters, or state of whole parameters: fused kernels would read it as state of the
-piece. State that is loaded later is cut or
-refused by `load_state_dict`.
+have replaced parameters.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from .._errors import ParameterError, StateError
+from .._errors import ParameterError
 from .._torch_compat import unhooked_step, without_torch_function
 from ..buffers._elementwise import ELEMENTWISE
-from ._optim_state import params_of
+from ._optim_state import follow, params_of, settle
 from ._param_piece import piece_of
 from ._piece_tensors import as_piece, be_piece, plain
+from ._reductions import Trial
 
-checked: WeakSet[Optimizer] = WeakSet()
+_checked: WeakSet[Optimizer] = WeakSet()
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
-def check_first_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise before a step that cannot be right; a hook before each step."""
-    if optimizer not in checked:
+def install_step_hooks() -> None:
+    """Install the hooks at the first call, and check all optimizers again after each."""
+    _install_once()
+    _checked.clear()
+
+
+@cache
+def _install_once() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_count_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise before a step that cannot be right."""
+    if optimizer not in _checked:
         for param in params_of(optimizer):
-            _check_state(optimizer, param)
-            _check_sends(optimizer, param)
+            _check_param(optimizer, param)
         if not torch.compiler.is_compiling():
             _try_step(optimizer)
-        checked.add(optimizer)
+        follow(optimizer)
+        _checked.add(optimizer)
+    settle(optimizer)
 
 
-def _check_sends(optimizer: Optimizer, param: Any) -> None:
-    """Refuse an optimizer that sends parameters to other ranks, which have other pieces."""
-    from torch.distributed.algorithms.join import Joinable
-
-    piece = piece_of(param)
-    if piece is not None and piece.is_cut and isinstance(optimizer, Joinable):
-        raise ParameterError(
-            f"flat_param.fully_shard: {type(optimizer).__name__} sends parameters from rank to "
-            f"rank, but each rank has another piece of parameter {piece.label}. Use a plain "
-            "optimizer: its state is sharded as the parameters are."
-        )
+def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not getattr(optimizer, "steps_bucket", False):
+        pieces = [piece_of(param) for param in params_of(optimizer)]
+        for segment in {piece.segment for piece in pieces if piece is not None}:
+            segment.steps += 1
 
 
 def mark_replaced(param: Tensor, *, name: str) -> None:
@@ -70,7 +87,9 @@ def mark_shown(leaf: Tensor, *, label: str) -> None:
     leaf._flat_param_shown = label  # type: ignore[attr-defined]  # our own mark
 
 
-def _check_state(optimizer: Optimizer, param: Any) -> None:
+def _check_param(optimizer: Optimizer, param: Any) -> None:
+    from torch.distributed.algorithms.join import Joinable
+
     if hasattr(param, "_flat_param_shown"):
         raise ParameterError(
             f"flat_param.fully_shard: the optimizer was made while parameter "
@@ -84,19 +103,12 @@ def _check_state(optimizer: Optimizer, param: Any) -> None:
             "optimizer after fully_shard."
         )
     piece = piece_of(param)
-    if piece is None or piece.shape in ((), tuple(param.shape)):
-        return
-    # A table of an optimizer may have as many elements as a vector by coincidence.
-    by_chance = len(piece.shape) == 1 and type(optimizer) not in ELEMENTWISE
-    for key, value in optimizer.state.get(param, {}).items():
-        if isinstance(value, Tensor) and tuple(value.shape) == piece.shape and not by_chance:
-            raise StateError(
-                f"flat_param.fully_shard: optimizer state '{key}' of parameter {piece.label} has "
-                f"shape {piece.shape}, but this rank's piece has {tuple(param.shape)}: it is of "
-                "whole parameters. Nothing was stepped. Load it with "
-                "flat_param.load_full_state_dict(module, {'model': ..., 'optim': state}, "
-                "optimizer=optimizer)."
-            )
+    if piece is not None and piece.is_cut and isinstance(optimizer, Joinable):
+        raise ParameterError(
+            f"flat_param.fully_shard: {type(optimizer).__name__} sends parameters from rank to "
+            f"rank, but each rank has another piece of parameter {piece.label}. Use a plain "
+            "optimizer: its state is sharded as the parameters are."
+        )
 
 
 def _try_step(optimizer: Optimizer) -> None:
@@ -115,12 +127,23 @@ def _try_step(optimizer: Optimizer) -> None:
     vars(twin).update({**own, **hooks}, param_groups=groups, state=defaultdict(dict))
     # Its steps are not counted.
     vars(twin).update(defaults=optimizer.defaults, steps_bucket=True)
+    Trial.is_on, Trial.called = True, set()
     try:
         unhooked_step(kind)(twin)
     except ParameterError:
         raise
-    except Exception:
-        return
+    except Exception:  # without elements or a closure, it may fail in any way
+        pass
+    finally:
+        Trial.is_on = False
+    if Trial.called == {"reduction", "numel"}:
+        label = next(piece.label for piece in map(piece_of, params_of(optimizer)) if piece)
+        raise ParameterError(
+            f"flat_param.fully_shard: {kind.__name__} computes with a norm or a sum of parameter "
+            f"{label} and with its numel(), as for a root mean square, but numel() counts the "
+            "elements of this rank. Shard with boundary='tensor' for this optimizer, or have it "
+            "call mean(), which is of all ranks. Nothing was stepped."
+        )
 
 
 _REPLACED = ("state", "param_groups", "defaults", "step")  # a scheduler wraps `step`

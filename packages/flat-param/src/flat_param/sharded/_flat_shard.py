@@ -6,9 +6,9 @@ DTensor has no placement:
 
 - `placements` is `(Replicate(),)`, which holds for the tensor that `full_tensor()` returns.
 - `_local_tensor` is the 1-D piece. torch's stagers copy and fill it.
-- Operators would compute with one rank's elements, so all but copies and metadata raise. The
-  check is in `__torch_function__`: torch 2.10 to 2.12 dispatch operators of DTensor subclasses in
-  C++, past `__torch_dispatch__`.
+- Functions are answered as for a piece, see _piece_tensors.py: elementwise ones and reductions over
+  ranks; others raise. That is in `__torch_function__`: torch 2.10 to 2.12 dispatch operators of
+  DTensor subclasses in C++, past `__torch_dispatch__`.
 - An unpickled shard has elements, and no process group: it is saved, and loaded where the same
   elements are.
 """
@@ -16,8 +16,9 @@ DTensor has no placement:
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple
+from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -54,6 +55,17 @@ def _mesh_of(group: dist.ProcessGroup | None, device_type: str) -> DeviceMesh:
     if mesh is None or mesh.device_type != device_type:
         mesh = _meshes[group] = DeviceMesh.from_group(group, device_type)
     return mesh
+
+
+def _spec_of(piece: Any, extent: Extent, dtype: torch.dtype) -> Any:
+    """The spec of shards of a piece; made once, since it takes longer than the shard."""
+    key = extent.size, dtype, piece.device.type
+    spec = piece.specs.get(key)
+    if spec is None:
+        mesh, size = _mesh_of(piece.comm.group, piece.device.type), torch.Size(extent.size)
+        spec = dtensor_spec(mesh, (Replicate(),), size, extent.stride, dtype)
+        piece.specs[key] = spec
+    return spec
 
 
 _COPIES = frozenset(
@@ -107,11 +119,9 @@ class FlatShard(DTensor):
                 unpickled shard.
             ranges: `[start, stop)` of each rank; None: those of the piece.
         """
-        size, stride = torch.Size(extent.size), extent.stride
-        shard = make_wrapper(cls, size, stride, local)
+        shard = make_wrapper(cls, extent.size, extent.stride, local)
         if piece is not None:
-            mesh = _mesh_of(piece.comm.group, piece.device.type)
-            shard._spec = dtensor_spec(mesh, (Replicate(),), size, stride, local.dtype)
+            shard._spec = _spec_of(piece, extent, local.dtype)
         shard._local_tensor, shard._extent = local, extent
         shard._piece, shard._ranges, shard._views = piece, ranges, None
         return shard
@@ -134,6 +144,8 @@ class FlatShard(DTensor):
                 return self._like(self._local_tensor.new_empty(self._local_tensor.shape, **kwargs))
             if func is Tensor.copy_ and self._piece is not None:
                 return self._fill(args[1])
+        if all(each._piece is not None and each._ranges is None for each in _shards_in(args)):
+            return _answer_as_piece(func, args, kwargs)
         raise _not_here(name or str(func), args)
 
     @classmethod
@@ -280,6 +292,40 @@ def local_elements(value: Tensor, extent: Extent, place: DTensorPlace | None) ->
             f"state dict, but the whole tensor has {extent.size}. Load a whole, matching state."
         )
     return value.detach().permute(extent.order).reshape(-1)[extent.start : extent.stop].clone()
+
+
+def _shards_in(args: Any) -> Iterator[FlatShard]:
+    for each in args:
+        if isinstance(each, FlatShard):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from _shards_in(each)
+
+
+def _answer_as_piece(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function with pieces in place of shards; pieces among the results become shards."""
+    pieces: Any = import_module(f"{__package__}._piece_tensors")  # by name: it imports this module
+    shards: dict[int, FlatShard] = {}
+
+    def as_pieces(value: Any) -> Any:
+        if isinstance(value, FlatShard):
+            piece, local = value._piece, value._local_tensor
+            made = pieces.as_piece(local.as_strided(piece.piece_shape, piece.piece_stride), piece)
+            shards[id(made)] = value
+            return made
+        if isinstance(value, (list, tuple)):
+            return type(value)([as_pieces(each) for each in value])
+        return value
+
+    def as_shards(value: Any) -> Any:
+        if id(value) in shards:
+            return shards[id(value)]
+        if isinstance(value, list):
+            return [as_shards(each) for each in value]
+        return pieces.present(value) if isinstance(value, pieces.Piece) else value
+
+    given = as_pieces(args), {key: as_pieces(value) for key, value in kwargs.items()}
+    return as_shards(func(*given[0], **given[1]))
 
 
 def _not_here(what: str, args: Any, instead: str = "") -> StateError:

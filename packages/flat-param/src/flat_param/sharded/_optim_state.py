@@ -1,10 +1,11 @@
 """`optimizer.state_dict()` of sharded parameters: every tensor is a shard of the full tensor.
 
-`torch.optim.Optimizer.state_dict` and `load_state_dict` are wrapped for all optimizers at the first
-`fully_shard`, and change nothing for other parameters.
+State that an optimizer makes with `zeros_like` is a piece. Hooks of the optimizer, which its first
+step registers, put shards into a state dict, and take them and whole tensors from one. State that
+is loaded before the first step is cut there.
 
-- State of its parameter's shape is cut like the parameter, except `step`: it has the shape of a
-  0-d parameter.
+- A piece is cut like its parameter, and so is a plain tensor of the parameter's shape, except
+  `step`: it has the shape of a 0-d parameter.
 - Other 0-d state is equal on all ranks that hold elements. If the optimizer skips ranks without
   elements, the first holder's value is saved.
 - State with one row per block (scales of 8-bit moments) is cut between blocks.
@@ -15,19 +16,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import wraps
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .._errors import StateError
+from .._torch_compat import without_torch_function
 from ..buffers._dtensors import is_dtensor
 from ..buffers._views import memory_order
 from ._param_piece import ParamPiece, piece_of
-from ._piece_tensors import plain
+from ._piece_tensors import Piece, as_piece, plain, present
 from ._tensors import tensors_in
 
 
@@ -36,32 +38,53 @@ def is_cut(key: str, shape: tuple[int, ...], param_shape: tuple[int, ...]) -> bo
     return key != "step" and tuple(shape) == tuple(param_shape)
 
 
-def install_state_hooks() -> None:
-    """Wrap torch's methods for saving and loading optimizer state."""
-    optimizer: Any = Optimizer
-    optimizer.state_dict = _presenting(optimizer.state_dict)
-    optimizer.load_state_dict = _taking(optimizer.load_state_dict)
+_settled: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
+"""The state of each optimizer that was last looked at; loading makes another one."""
 
 
-def _presenting(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    @wraps(original)
-    def state_dict(optimizer: Optimizer) -> dict[str, Any]:
-        state = original(optimizer)
-        params = list(params_of(optimizer))
-        sharded = [param for param in params if piece_of(param) is not None]
-        if not sharded:
-            return state
-        like = next((param for param in sharded if optimizer.state.get(param)), None)
-        presented: dict[Any, Any] = {}
-        for key, param in zip(_keys_of(state), params, strict=True):
-            values, piece = state["state"].get(key), piece_of(param)
-            if not values and like is not None and piece is not None and piece.is_stepped:
-                values = _empty_state(param, like, optimizer.state[like])
-            if values:
-                presented[key] = values if piece is None else present_all(values, param, piece)
-        return {**state, "state": presented}
+def follow(optimizer: Optimizer) -> None:
+    """Have the optimizer's state dicts present and take shards, if it has sharded parameters."""
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        return  # it wraps another optimizer, as accelerate's does, whose step is followed
+    if optimizer in _settled or all(piece_of(param) is None for param in params_of(optimizer)):
+        return
+    _settled[optimizer] = None
+    optimizer.register_state_dict_post_hook(_present_state)
+    optimizer.register_load_state_dict_pre_hook(_take_state)
+    optimizer.register_load_state_dict_post_hook(_mark_settled)
 
-    return state_dict
+
+def settle(optimizer: Optimizer) -> None:
+    """Cut state that was loaded, before hooks could, or made before sharding."""
+    state = vars(optimizer).get("state")
+    if optimizer not in _settled or _settled[optimizer] is state or state is None:
+        return
+    for param in params_of(optimizer):
+        piece, values = piece_of(param), state.get(param)
+        if piece is not None and values:
+            piece.is_stepped |= piece.skips
+            state[param] = take_all(values, param, piece, values)
+    _settled[optimizer] = state
+
+
+def _mark_settled(optimizer: Optimizer) -> None:
+    _settled[optimizer] = vars(optimizer)["state"]
+
+
+def _present_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    params = list(params_of(optimizer))
+    sharded = [param for param in params if piece_of(param) is not None]
+    if not sharded:
+        return state
+    like = next((param for param in sharded if optimizer.state.get(param)), None)
+    presented: dict[Any, Any] = {}
+    for key, param in zip(_keys_of(state), params, strict=True):
+        values, piece = state["state"].get(key), piece_of(param)
+        if not values and like is not None and piece is not None and piece.is_stepped:
+            values = _empty_state(param, like, optimizer.state[like])
+        if values:
+            presented[key] = values if piece is None else present_all(values, param, piece)
+    return {**state, "state": presented}
 
 
 def _empty_state(param: Tensor, like: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,10 +116,14 @@ def present_all(
     if piece.is_plain:
         return dict(values)
     counted = skips and piece.leaves_ranks_out
-    return {
-        key: _present(key, value, param, piece, counted, name or piece.name)
-        for key, value in values.items()
-    }
+    with without_torch_function():
+        return _present_each(values, param, piece, counted, name or piece.name)
+
+
+def _present_each(
+    values: Mapping[str, Any], param: Tensor, piece: ParamPiece, counted: bool, name: str
+) -> dict[str, Any]:
+    return {key: _present(key, value, param, piece, counted, name) for key, value in values.items()}
 
 
 def _present(
@@ -105,6 +132,12 @@ def _present(
     if counted and type(value) in (int, float):
         dtype = torch.int64 if type(value) is int else torch.float64
         return piece.present_number(torch.tensor(value, dtype=dtype))
+    if isinstance(value, Piece):
+        if piece_of(value) is piece and value.shape == param.shape:
+            return present(value)
+        value = plain(value)  # in another shape, such as a row for each block
+    if is_dtensor(value):
+        return value  # loaded, and not stepped since
     if isinstance(value, Tensor):
         if is_cut(key, tuple(value.shape), tuple(param.shape)):
             return piece.present(memory_order(plain(value), param.stride()))
@@ -125,20 +158,7 @@ def _present(
     return value
 
 
-def _taking(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
-    def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        # Runs after all other hooks: a user's hook may change the order of the state.
-        hook = optimizer.register_load_state_dict_pre_hook(_take_all)
-        try:
-            original(optimizer, state_dict)
-        finally:
-            hook.remove()
-
-    return load_state_dict
-
-
-def _take_all(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def _take_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     params, keys = list(params_of(optimizer)), _keys_of(state)
     if len(keys) != len(params) or all(piece_of(param) is None for param in params):
         return state  # torch reports a different number of parameters
@@ -165,10 +185,12 @@ def take_all(
 def _take(key: str, value: Any, param: Tensor, piece: ParamPiece, now: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
+    if piece_of(value) is not None:
+        return value
     if type(value) is Tensor and piece.is_plain and value.dim():
         return value
     if is_cut(key, tuple(value.shape), piece.shape):
-        return piece.elements(value).as_strided(param.shape, param.stride())
+        return as_piece(piece.elements(value).as_strided(param.shape, param.stride()), piece)
     if not value.dim():
         number = getattr(value, "_local_tensor", value).clone().reshape(())
         return type(now)(number.item()) if type(now) in (int, float) else number

@@ -7,7 +7,7 @@ again a checksum and its complement only if all ranks sent the same.
 - All-gathers and reduce-scatters are compared by the ranks that shard the parameters, collectives
   of replicas by the ranks that hold replicas.
 - Reading the result would synchronize with the device. So the word of the previous step is read,
-  which is ready.
+  which is ready, and computation does not wait for the one of this step.
 - During graph capture nothing is compared. A replay runs no Python, so its order of units and its
   used parameters are those of the capture.
 """
@@ -15,6 +15,7 @@ again a checksum and its complement only if all ranks sent the same.
 from __future__ import annotations
 
 import zlib
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -25,7 +26,8 @@ from .._errors import CommError
 from ..comm._capturing import is_capturing
 from ..comm._comm import Communicator
 from ..comm._groups import CommGroups
-from ..comm._trail import ORDER_BYTES, Trail, first_difference
+from ..comm._host_copies import HostCopy
+from ..comm._trail import ORDER_BYTES, Trail, Unread, first_difference
 from ._unit import Unit
 
 _COMPLEMENT = bytes(range(255, -1, -1))
@@ -72,14 +74,30 @@ def _agree(used: list[bool], unit: Unit) -> list[bool]:
     on_host = torch.tensor(values, dtype=torch.uint8, pin_memory=device.type != "cpu")
     said = on_host.to(device, non_blocking=True)
     largest = partial(Communicator.all_reduce, op=dist.ReduceOp.MAX, of_unit=False)
-    largest(comms.reduce, said[:-ORDER_BYTES]).wait()
-    largest(comms.replicate, said[ORDER_BYTES:]).wait()
+    copy = None if device.type == "cpu" else HostCopy(device, "out")
+    with copy or nullcontext():  # computation does not wait for the word
+        largest(comms.reduce, said[:-ORDER_BYTES]).wait()
+        largest(comms.replicate, said[ORDER_BYTES:]).wait()
+        words = torch.cat([said[:ORDER_BYTES], said[-ORDER_BYTES:]])
+        if copy is not None:
+            near = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+            words = near.copy_(words, non_blocking=True)
     labels = [[label for trail in each for label in trail.recent] for each in (spread, copied)]
     for trail in (*spread, *copied):
         trail.compared()
-    _check(said, labels, comms, last=(spread or copied)[-1])
-    # If all are True, no reading is needed.
-    return used if all(used) else [bool(flag) for flag in said[ORDER_BYTES:-ORDER_BYTES].tolist()]
+    if copy is None:
+        _check(words, labels, comms)
+    else:
+        last = (spread or copied)[-1]
+        previous, last.unread = last.unread, Unread(words, said, copy, labels)
+        if previous is not None:
+            previous.copy.synchronize()
+            _check(previous.words, previous.labels, comms)
+    if all(used):  # no reading is needed
+        return used
+    if copy is not None:
+        copy.wait()
+    return [bool(flag) for flag in said[ORDER_BYTES:-ORDER_BYTES].tolist()]
 
 
 def _trails(*comms: Communicator) -> list[Trail]:
@@ -93,19 +111,8 @@ def _word(trails: list[Trail]) -> bytes:
     return word + word.translate(_COMPLEMENT)
 
 
-def _check(said: Tensor, labels: list[list[str]], comms: CommGroups, *, last: Trail) -> None:
-    """Raise if ranks differ; on a device, the previous step's words are compared."""
-    words = torch.cat([said[:ORDER_BYTES], said[-ORDER_BYTES:]])
-    if words.device.type != "cpu":
-        on_host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
-        on_host.copy_(words, non_blocking=True)
-        there = torch.Event(words.device)
-        there.record()
-        before, last.unread = last.unread, (on_host, there, labels)
-        if before is None:
-            return
-        words, done, labels = before
-        done.synchronize()
+def _check(words: Tensor, labels: list[list[str]], comms: CommGroups) -> None:
+    """Raise if ranks differ."""
     values = bytes(words.tolist())
     for at, comm in enumerate((comms.reduce, comms.replicate)):
         word = values[at * ORDER_BYTES : (at + 1) * ORDER_BYTES]

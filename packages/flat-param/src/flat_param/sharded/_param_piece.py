@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..buffers._dtensors import DTensorPlace
-from ..buffers._views import outer_first
+from ..buffers._views import memory_order, outer_first
 from ..comm._clip import Spread
 from ..comm._comm import Communicator
 from ..layout._boundary import Cut
@@ -86,6 +86,7 @@ class ParamPiece:
             that need full tensors would divide by zero elements elsewhere.
         skips: whether the optimizer skips this rank.
         is_stepped: whether other ranks step it, if the optimizer skips this one.
+        specs: of its shards in state dicts, see _flat_shard.py.
     """
 
     def __init__(
@@ -113,9 +114,28 @@ class ParamPiece:
         self.leaves_ranks_out = self.is_cut and plan.keeps_rows
         self.skips = self.leaves_ranks_out and not self.numel
         self.is_stepped = False
+        self.specs: dict[Any, Any] = {}
 
     def __deepcopy__(self, memo: object) -> ParamPiece:
         return self  # gradients have it as an attribute
+
+    @cached_property
+    def may_miss_ranks(self) -> bool:
+        """Whether optimizers skip it on a rank, which then takes part in no reduction."""
+        return self.leaves_ranks_out and any(start == stop for start, stop in self.ranges())
+
+    @property
+    def all_comms(self) -> Spread:
+        """Communicators to ranks that step other elements, or the same ones."""
+        return (*self.spread, self.segment.replicate)
+
+    @torch.no_grad()
+    def cut(self, whole: Tensor, like: Tensor) -> Tensor:
+        """This rank's elements of a whole tensor, in the shape and stride of `like`."""
+        if self.place is not None:
+            whole = self.place.local_of_value(whole)
+        elements = memory_order(whole, self.spec.stride)[self.start : self.stop]
+        return elements.contiguous().as_strided(like.shape, like.stride())
 
     def view(self, shard: Tensor) -> Tensor:
         """Return the piece as a view of a shard, outside autograd."""
@@ -164,6 +184,11 @@ class ParamPiece:
         if not self.is_cut or self.place is not None:
             return 0
         return self.plan.cuts[self.index].block_numel
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether it is cut between rows or blocks, in which optimizers may compute."""
+        return self._block > 1 or self.plan.keeps_rows
 
     @property
     def blocks(self) -> int:
@@ -234,6 +259,29 @@ class ParamPiece:
         inner = tuple(value.shape[1:])
         extent, _ = self._extent_of_rows(inner)
         return local_elements(value, extent, None).view(-1, *inner)
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedPieces:
+    """The pieces of some parameters in one tensor, as LBFGS joins them.
+
+    Attributes:
+        spread: communicators of all ranks over which the parameters are cut.
+        device: where whole parameters are.
+    """
+
+    spread: Spread
+    device: torch.device
+    label = "tensors that are joined"
+    is_whole = may_miss_ranks = False
+
+    @property
+    def all_comms(self) -> Spread:
+        """The same."""
+        return self.spread
+
+    def __deepcopy__(self, memo: object) -> JoinedPieces:
+        return self
 
 
 def _shape_of(

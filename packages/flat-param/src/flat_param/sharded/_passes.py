@@ -47,10 +47,12 @@ class UnitForward:
         unit: the unit, weakly, as leaves may outlive it.
         inputs: number of its inputs that may get a gradient.
         handles: of the hooks on them.
+        versions: of the unit's leaves when it began.
     """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = weakref.ref(unit)
+        self.versions = unit.leaf_versions()
         self.inputs = 0
         self.handles: list[RemovableHandle] = []
 
@@ -181,7 +183,8 @@ class BackwardPass:
         is_differentiated: whether `create_graph` is set, so that a later backward may read
             parameters.
         ready: units that have all their gradients.
-        reducing: reductions in flight.
+        reducing: reductions in flight, and functions that begin those over replicas.
+        summing: reductions over replicas in flight.
         reduced: units whose reduction has begun or is finished.
         ending: whether only the finalize step is left.
         failed: whether the finalize step or the backward raised an error.
@@ -194,7 +197,8 @@ class BackwardPass:
     units: dict[Unit, UnitBackward]
     is_differentiated: bool
     ready: set[Unit] = field(default_factory=set)
-    reducing: list[Pending] = field(default_factory=list)
+    reducing: list[tuple[Pending, Callable[[], Pending]]] = field(default_factory=list)
+    summing: list[Pending] = field(default_factory=list)
     reduced: list[Unit] = field(default_factory=list)
     ending: bool = False
     failed: bool = False

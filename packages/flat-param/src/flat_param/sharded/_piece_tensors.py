@@ -1,13 +1,22 @@
-"""Tensors that are one rank's piece of a parameter or gradient, and refuse whole-tensor functions.
+"""This rank's elements of a parameter, as a tensor that behaves like the whole one, or refuses.
 
-Elementwise functions work as on any tensor, and their results are pieces too. A function that reads
-the whole tensor (a norm, a sum, a matmul) would silently give this rank's value, so it raises.
-Optimizers that need full tensors are detected by the functions they call. If any other function
-fails, for instance in a layer that is called without its unit, the error names the piece.
+Parameters between steps, their gradients, optimizer state and results of elementwise functions are
+of these classes. The memory and the shape are those of the local elements.
+
+- Elementwise functions, views and copies run on the elements; results are pieces of every dtype.
+- Reductions of all elements are computed over the ranks that have the other elements.
+- Random functions draw the whole tensor, and keep this rank's elements.
+- `torch.nn.init` and `reset_parameters` see the shape of the whole tensor.
+- Reductions along rows or blocks that this rank has whole run on the elements.
+- Functions of other libraries, and fused and foreach kernels, run on the elements.
+- Anything else raises: it would compute with some of the elements.
+
+If this rank has all elements, everything runs on them.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
@@ -17,84 +26,431 @@ from torch import Tensor, nn
 
 from .._errors import FlatParamError, ParameterError, StateError
 from .._torch_compat import allow_foreach, without_torch_function
-from ._param_piece import PIECE, ParamPiece, piece_of
+from ..buffers._views import memory_order
+from ._param_piece import PIECE, JoinedPieces, ParamPiece, piece_of
+from ._piece_functions import ALONG_ROWS, ELEMENTWISE_FUNCTIONS, FILLS, JOINS, NORMS, QUESTIONS
+from ._reductions import (
+    REDUCTIONS,
+    Part,
+    Trial,
+    any_of_initialised,
+    dims_of,
+    found_inf_anywhere,
+    norms_of_pieces,
+    order_of,
+    reduce_piece,
+)
 
-_REDUCTIONS = {
-    *("argmax", "argmin", "count_nonzero", "cumsum", "kthvalue", "logsumexp"),
-    *("amax", "amin", "aminmax", "max", "mean", "median", "min", "mode", "nansum", "nanmean"),
-    *("norm", "prod", "quantile", "softmax", "std", "sum", "topk", "var"),
-    *("matrix_norm", "vector_norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"),
-}
-"""By name; along rows or blocks they are allowed where these are whole."""
-
-_WHOLE = {
-    *("_foreach_norm", "_foreach_max", "addmm", "baddbmm", "bmm", "chain_matmul", "dot", "einsum"),
-    *("inner", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "outer", "tensordot", "vdot"),
-    *("eigh", "inverse", "linalg_eigh", "linalg_inv", "linalg_qr", "linalg_svd", "pinverse"),
-    *("qr", "svd", "svd_lowrank", "linalg_cholesky", "cholesky", "linalg_svdvals"),
-}
-"""Functions that need whole tensors in any case, by name."""
-
-_OPTIMIZERS = ("_foreach_", "_fused_")
 _OTHER_ERRORS = (FlatParamError, torch.OutOfMemoryError, torch.AcceleratorError)
-_JOINS = {"cat", "stack", "concat", "concatenate", "hstack", "vstack"}
 _TENSOR: Any = Tensor
-_VIEWS = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real")}
+_VIEWS = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
+_SHAPES = {getattr(_TENSOR, name).__get__ for name in ("shape", "ndim")}
+_INITIALISERS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights")
+_WHOLE_SHAPE = ("size", "dim", "ndimension", "numel", "nelement")
+_GROUPS = ("torch.distributed.distributed_c10d", "torch.distributed.utils")
 
 
 def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Refuse functions that read the whole tensor."""
+    """Answer a function of torch; see the module."""
     kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-    if name in _REDUCTIONS or name in _WHOLE:
-        for tensor, piece in _pieces_in((*args, *kwargs.values())):
-            if name in _WHOLE or not _keeps_rows(name, tensor, piece, args, kwargs):
-                raise _refused(name, piece)
-    try:
-        with without_torch_function():
-            found = func(*args, **kwargs)
-    except (RuntimeError, IndexError, ValueError) as error:
-        if not isinstance(error, _OTHER_ERRORS) and not name.startswith(_OPTIMIZERS):
-            # A write to a piece, as by an optimizer, is no computation of a module.
-            read = args[1:] if name.endswith("_") or name.startswith("__i") else args
-            for _, piece in _pieces_in((*read, *kwargs.values())):
-                raise outside_unit(piece, f"{name} computes with it") from error
-        raise
-    if type(found) is not Tensor or (name == "__get__" and func not in _VIEWS):
-        return found
-    first = next(_pieces_in(args), None)
-    if first is None:
-        return found
+    if name == "__get__":
+        return _get(func, args)
+    if name in QUESTIONS or name in ("detach", "__repr__"):
+        return _question(name, func, args, kwargs)
+    if name in ELEMENTWISE_FUNCTIONS:
+        return _elementwise(name, func, args, kwargs)
+    if name in NORMS:
+        return _norm(name, func, args, kwargs)
+    if name.startswith(("_fused_", "_foreach_", "_amp_")):
+        return _of_lists(name, func, args, kwargs)
+    return _other(name, func, args, kwargs)
+
+
+def _get(func: Any, args: Any) -> Any:
     with without_torch_function():
-        same = name in _JOINS or (found.numel() == first[0].numel() and name[-5:] != "_like")
-        in_place = name.endswith("_") and not name.endswith("__")
-        if in_place or name == "as_subclass" or not same or not found.is_floating_point():
-            return found
-    found.__class__ = Piece  # `as_subclass` would add a node to the graph
-    setattr(found, PIECE, first[1])
+        found = func(*args)
+    if func in _VIEWS:
+        return _marked(found, args[0])
+    if func in _SHAPES and not torch.compiler.is_compiling() and _asks_for_whole(sys._getframe(2)):
+        whole = _shape_for_init(args[0])
+        return found if whole is None else whole if func is not _NDIM else len(whole)
     return found
 
 
+_NDIM = _TENSOR.ndim.__get__
+
+
+def _question(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        frame = sys._getframe(2)
+        if name in _WHOLE_SHAPE and _asks_for_whole(frame):
+            whole = _shape_for_init(args[0])
+            if whole is not None:
+                answers = {"size": whole, "numel": prod(whole), "nelement": prod(whole)}
+                found = answers.get(name, len(whole))
+                dims = (*args[1:], *kwargs.values())
+                return whole[dims[0]] if name == "size" and dims else found
+        if name in ("detach", "is_complex") and frame.f_globals.get("__name__") in _GROUPS:
+            raise _refused("a collective", args, kwargs)
+        if name in ("numel", "nelement") and Trial.is_on:
+            Trial.called.add("numel")
+        if name == "__repr__":
+            return _text(args[0])
+    with without_torch_function():
+        found = func(*args, **kwargs)
+    return _marked(found, args[0]) if name == "detach" else found
+
+
+def _text(tensor: Tensor) -> str:
+    piece = piece_of(tensor)
+    with without_torch_function():
+        what = f"{type(tensor).__name__}({tuple(tensor.shape)}, {tensor.dtype}"
+    where = f", '{piece.name}', {piece.extent}" if isinstance(piece, ParamPiece) else ""
+    return f"{what}{where})"
+
+
+def _asks_for_whole(frame: Any) -> bool:
+    """Whether code that initialises parameters reads a shape."""
+    return (
+        frame.f_globals.get("__name__") == "torch.nn.init" or frame.f_code.co_name in _INITIALISERS
+    )
+
+
+def _shape_for_init(tensor: Tensor) -> torch.Size | None:
+    piece = piece_of(tensor)
+    return torch.Size(piece.shape) if isinstance(piece, ParamPiece) else None
+
+
+def _elementwise(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    first = args[0] if args else None
+    if name == "copy_" and isinstance(first, (Piece, PieceParameter)) and len(args) > 1:
+        args = (first, _cut_source(first, args[1]), *args[2:])
+    elif name == "view_as" and not torch.compiler.is_compiling():
+        frame = sys._getframe(2)
+        if not isinstance(args[1], (Piece, PieceParameter)) and _asks_for_whole(frame):
+            return first  # orthogonal_ copies the whole tensor into this view
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.pipelining"):
+            raise _zero_bubble(first)
+    try:
+        with without_torch_function():
+            found = func(*args, **kwargs)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        _explain(name, args, kwargs, error)
+        raise
+    for each in args:
+        if found is each:
+            return found
+    return _marked(found, *args, *kwargs.values(), name=name)
+
+
+def _cut_source(target: Tensor, source: Any) -> Any:
+    """This rank's elements of a whole tensor that is copied into a piece."""
+    piece = piece_of(target)
+    if (
+        not isinstance(piece, ParamPiece)
+        or piece.is_whole
+        or isinstance(source, (Piece, PieceParameter))
+        or not isinstance(source, Tensor)
+    ):
+        return source
+    with without_torch_function():
+        is_whole = tuple(source.shape) == piece.shape
+        if not is_whole and source.numel() == prod(piece.shape) and _is_init():
+            source, is_whole = source.reshape(piece.shape), True
+        return piece.cut(source.detach(), target.detach()) if is_whole else source
+
+
+def _is_init() -> bool:
+    return not torch.compiler.is_compiling() and _asks_for_whole(sys._getframe(4))
+
+
+def _explain(name: str, args: Any, kwargs: Any, error: Exception) -> None:
+    """Raise an error that names the piece, if a function failed that reads pieces."""
+    if isinstance(error, _OTHER_ERRORS):
+        return
+    # A write to a piece, as by an optimizer, is no computation of a module.
+    read = args[1:] if name.endswith("_") or name.startswith("__i") else args
+    for _, piece in _pieces_in((*read, *kwargs.values())):
+        if isinstance(piece, ParamPiece):
+            raise outside_unit(piece, f"{name} computes with it") from error
+
+
+def _marked(found: Any, *args: Any, name: str = "") -> Any:
+    """Make results of as many elements as a piece among the arguments pieces, too."""
+    if isinstance(found, (tuple, list)):
+        made = [_marked(each, *args, name=name) for each in found]
+        return made if isinstance(found, list) else type(found)(made)
+    if type(found) is not Tensor:
+        return found
+    first = next(_all_pieces_in(args), None)
+    if first is None:
+        return found
+    each, piece = first
+    with without_torch_function():
+        same = found.numel() == each.numel() or name.startswith("view_as_")
+        if not same and not piece.is_whole and name[:4] != "new_":
+            if isinstance(piece, ParamPiece):
+                raise outside_unit(piece, f"{name} computes with it")
+            raise _refused(name, (each,), {})
+    if same:
+        found.__class__ = Piece  # `as_subclass` would add a node to the graph
+        setattr(found, PIECE, piece)
+    return found
+
+
+def _norm(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    order = order_of(name, args, kwargs)
+    given = args[0] if name == "_foreach_norm" else [args[0]]
+    pieces = [piece_of(each) for each in given]
+    if order is None or dims_of(name, args, kwargs) is not None or _wants_matrix(name, args):
+        return _other(name, func, args, kwargs)
+    if all(piece is None or not _is_spread(piece) for piece in pieces):
+        with without_torch_function():
+            return func(*args, **kwargs)
+    dtype = kwargs.get("dtype")
+    with without_torch_function():
+        local = [plain(each) if dtype is None else plain(each).to(dtype) for each in given]
+    parts = [each if each is not None and _is_spread(each) else None for each in pieces]
+    Trial.called.add("reduction")
+    with torch.no_grad():
+        found: Any = norms_of_pieces(local, parts, order)
+    found = [_without_gradient(norm, each) for norm, each in zip(found, given, strict=True)]
+    return found if name == "_foreach_norm" else found[0]
+
+
+def _wants_matrix(name: str, args: Any) -> bool:
+    """Whether `linalg.norm` is of a matrix: its order is not of the elements."""
+    return name == "linalg_norm" and len(args) > 1 and args[1] is not None and args[0].dim() > 1
+
+
+def _is_spread(piece: Part) -> bool:
+    return any(comm.world_size > 1 for comm in piece.spread)
+
+
+class _NoGradient(torch.autograd.Function):
+    """A value of all ranks, whose gradient is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor, piece: Part) -> Tensor:
+        ctx.piece = piece
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise outside_unit(ctx.piece, "the loss was computed with it")
+
+
+def _without_gradient(value: Any, tensor: Tensor) -> Any:
+    """Have a backward through the value of a reduction raise."""
+    piece = piece_of(tensor)
+    if not torch.is_grad_enabled() or not isinstance(piece, ParamPiece):
+        return value
+    with without_torch_function():
+        if not tensor.requires_grad or not isinstance(value, Tensor):
+            return value
+        if not value.is_floating_point():
+            return value
+        parts = vars(value).copy()
+        found = _NoGradient.apply(tensor, value, piece)
+        found.__class__ = type(value)
+        vars(found).update(parts)
+        return found
+
+
+def _of_lists(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    if name == "_foreach_max":
+        return [_other("amax", torch.amax, (each,), {}) for each in args[0]]
+    if not name.endswith("_"):
+        with without_torch_function():
+            found = func(*args, **kwargs)
+        lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))]
+        rows = zip(*[each for each in lists if len(each) == len(found)], strict=True)
+        return [_marked(one, *row, name=name) for one, row in zip(found, rows, strict=True)]
+    with without_torch_function():
+        found = func(*args, **kwargs)
+    if name == "_amp_foreach_non_finite_check_and_unscale_" and not Trial.is_on:
+        pieces = [piece for piece in map(piece_of, args[0]) if piece is not None]
+        with without_torch_function():
+            found_inf_anywhere(pieces, args[1])
+    return found
+
+
+def _other(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Functions that are not elementwise."""
+    module = getattr(func, "__module__", "") or ""
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        packet = getattr(func, "_overloadpacket", func)
+        name = packet.__name__
+        space = getattr(packet, "_qualified_op_name", "").split("::")[0]
+        if space != "aten":
+            return _local(name, func, args, kwargs)
+        if name in ELEMENTWISE_FUNCTIONS:
+            return _elementwise(name, func, args, kwargs)
+    if name in FILLS or module == "torch.nn.init":
+        return _draw(name, func, args, kwargs)
+    if name in JOINS:
+        return _join(func, args, kwargs)
+    if name == "any" and not torch.compiler.is_compiling() and _asks_for_whole(sys._getframe(2)):
+        (tensor, piece), *_ = _all_pieces_in(args)
+        return any_of_initialised(piece, plain(tensor))  # trunc_normal_ draws again until none is
+    pieces = list(_pieces_in((*args, *kwargs.values())))
+    if not pieces:
+        return _local(name, func, args, kwargs)
+    if module.startswith("torch.distributed"):
+        raise _refused(name, args, kwargs)
+    if name in ALONG_ROWS and all(
+        isinstance(piece, ParamPiece) and _keeps_rows(name, tensor, piece, args, kwargs)
+        for tensor, piece in pieces
+    ):
+        return _local(name, func, args, kwargs)
+    if name in _OF_TWO or (name in REDUCTIONS and dims_of(name, args, kwargs) is None):
+        return _reduce(name, pieces, args, kwargs)
+    if name in ("__getitem__", "narrow") and isinstance(pieces[0][1], JoinedPieces):
+        return _local(name, func, args, kwargs)
+    if name == "__getitem__" and not isinstance(args[0], (Piece, PieceParameter)):
+        return _elementwise(name, func, args, kwargs)  # a table, with an index for each element
+    if name == "__getitem__" and _is_slice(args[1]):
+        found = _local(name, func, args, kwargs)
+        if found.numel() == pieces[0][0].numel():  # such as `x[None]` and `x[: x.numel()]`
+            return _marked(found, args[0])
+    if name in _IN_BLOCKS and all(
+        isinstance(piece, ParamPiece) and piece.has_whole_blocks for _, piece in pieces
+    ):
+        return _local(name, func, args, kwargs)
+    if name == "__setitem__" and _is_mask(args[0], args[1]) and not isinstance(args[2], Tensor):
+        return _local(name, func, args, kwargs)
+    raise _refused(name, args, kwargs)
+
+
+_IN_BLOCKS = {"pad", "constant_pad_nd"}
+"""Functions with which 8-bit optimizers fill the last block."""
+
+_OF_TWO = {"max", "min", "dot", "vdot", "equal", "allclose", "histc"}
+"""Reductions with an argument where others have the dimensions."""
+
+
+def _is_slice(index: Any) -> bool:
+    each = index if isinstance(index, tuple) else (index,)
+    return all(one is None or one is Ellipsis or isinstance(one, slice) for one in each)
+
+
+def _is_mask(tensor: Tensor, index: Any) -> bool:
+    """Whether an index has a truth for each element of this rank, as in Rprop."""
+    with without_torch_function():
+        return (
+            isinstance(index, Piece) and index.dtype == torch.bool and index.shape == tensor.shape
+        )
+
+
+def _local(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    with without_torch_function():
+        return func(*args, **kwargs)
+
+
+def _reduce(name: str, pieces: Sequence[tuple[Tensor, Part]], args: Any, kwargs: Any) -> Any:
+    tensor, piece = pieces[0]
+    if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
+        return _elementwise(name, getattr(torch, name), args, kwargs)
+    if name in ("max", "min") and (len(args) > 1 or kwargs):
+        raise _refused(name, args, kwargs)
+    if name in ("dot", "vdot") and len(pieces) < 2:
+        raise _refused(name, args, kwargs)
+    if args[0] is not tensor and name not in ("equal", "allclose", "dot", "vdot"):
+        raise _refused(name, args, kwargs)
+    with without_torch_function():
+        local = [plain(each) if isinstance(each, Tensor) else each for each in args]
+        with torch.no_grad():
+            found = reduce_piece(name, piece, local[0], local[1:], kwargs)
+    return _without_gradient(found, tensor)
+
+
+def _join(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors = list(args[0] if args else kwargs["tensors"])
+    pieces = [piece_of(each) for each in tensors]
+    with without_torch_function():
+        found = func(*args, **kwargs)
+    if all(piece is None or not _is_spread(piece) or piece.is_whole for piece in pieces):
+        return found
+    first = next(piece for piece in pieces if piece is not None)
+    groups = {
+        None if piece is None else tuple([comm.group for comm in piece.spread]) for piece in pieces
+    }
+    if len(groups) > 1 or any(piece is None or piece.may_miss_ranks for piece in pieces):
+        raise _refused("cat", args, kwargs)
+    found.__class__ = Piece
+    setattr(found, PIECE, JoinedPieces(first.spread, first.device))
+    return found
+
+
+@torch.no_grad()
+def _draw(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Draw the whole tensor, as one process would, and keep this rank's elements."""
+    given = kwargs.get("tensor", args[0] if args else None)
+    piece = piece_of(given)
+    if not isinstance(piece, ParamPiece):
+        raise _refused(name, args, kwargs)
+    rest = args[1:]
+    with without_torch_function():
+        local = given.detach()
+        spec = piece.spec
+        if piece.place is None:
+            whole = torch.empty_strided(
+                spec.shape, spec.stride, dtype=local.dtype, device=local.device
+            )
+        else:
+            whole = torch.empty(piece.shape, dtype=local.dtype, device=local.device)
+        if "tensor" in kwargs:
+            drawn = func(*args, **{**kwargs, "tensor": whole})
+        else:
+            drawn = func(whole, *rest, **kwargs)
+        if name.endswith("_like"):
+            made = torch.empty_like(local, dtype=drawn.dtype)
+            found = made.copy_(piece.cut(drawn, made))
+        else:
+            local.copy_(piece.cut(whole, local))
+            return given
+    return _marked(found, given)
+
+
 class Piece(Tensor):
-    """A piece of a gradient, or an elementwise result of pieces."""
+    """This rank's elements of a gradient or of optimizer state, or an elementwise result."""
 
     __torch_function__: Any = classmethod(_call)
 
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, as in a process that has all of it. Collective."""
+        return full_tensor(self)
+
+    def to_local(self) -> Tensor:
+        """This rank's elements as a plain tensor with the same memory."""
+        return plain(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        found = memo[id(self)] = plain(self).clone()
+        found = memo[id(self)] = as_piece(plain(self).clone(), getattr(self, PIECE))
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).__reduce_ex__(protocol)
+        piece = piece_of(self)
+        stored = plain(self)
+        if isinstance(piece, ParamPiece) and piece.is_cut:
+            return present(self).__reduce_ex__(protocol)
+        return stored.__reduce_ex__(protocol)
 
 
 class PieceParameter(nn.Parameter):
-    """A parameter of an optimizer that is a piece."""
+    """A parameter between steps: this rank's elements, which an optimizer updates."""
 
     __torch_function__: Any = classmethod(_call)
+    full_tensor = Piece.full_tensor
+    to_local = Piece.to_local
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        found = memo[id(self)] = nn.Parameter(plain(self).clone(), self.requires_grad)
+        found = nn.Parameter(plain(self).clone(), self.requires_grad)
+        be_piece(found, getattr(self, PIECE))
+        memo[id(self)] = found
         return found
+
+    __reduce_ex__ = Piece.__reduce_ex__
 
 
 allow_foreach(PieceParameter)
@@ -106,30 +462,53 @@ def plain(tensor: Tensor) -> Tensor:
         return tensor.detach().as_subclass(Tensor)
 
 
-def as_piece(tensor: Tensor, piece: ParamPiece) -> Tensor:
-    """Return a gradient as a piece; a plain tensor if this rank has all of the parameter."""
+def present(tensor: Tensor) -> Any:
+    """A piece in the form of a state dict."""
+    piece = piece_of(tensor)
+    if not isinstance(piece, ParamPiece):
+        raise _refused("full_tensor", (tensor,), {})
     with without_torch_function():
-        found = tensor if piece.is_whole else tensor.as_subclass(Piece)
+        local = tensor.detach().as_subclass(Tensor)
+        if local.numel() != piece.numel:
+            raise _refused("full_tensor", (tensor,), {})
+        return piece.present(memory_order(local, local.stride()))
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor of a piece. Collective."""
+    found = present(tensor)
+    full: Tensor = found.full_tensor() if hasattr(found, "full_tensor") else found
+    return full
+
+
+def as_piece(tensor: Tensor, piece: Part) -> Tensor:
+    """Return a tensor of this rank's elements as a piece."""
+    with without_torch_function():
+        found = tensor.as_subclass(Piece)
     setattr(found, PIECE, piece)
     return found
 
 
-def be_piece(param: nn.Parameter, piece: ParamPiece) -> None:
+def be_piece(param: nn.Parameter, piece: Part) -> None:
     """Turn a parameter into a piece; the object stays the same."""
     setattr(param, PIECE, piece)
-    if type(param) is nn.Parameter and not piece.is_whole:
+    if type(param) is nn.Parameter:
         param.__class__ = PieceParameter
 
 
-def _pieces_in(args: Iterable[Any]) -> Iterator[tuple[Tensor, ParamPiece]]:
-    """Tensors of which this rank has not all elements."""
+def _all_pieces_in(args: Iterable[Any]) -> Iterator[tuple[Tensor, Part]]:
     for each in args:
         if isinstance(each, (Piece, PieceParameter)):
             piece = piece_of(each)
-            if piece is not None and not piece.is_whole:
+            if piece is not None:
                 yield each, piece
         elif isinstance(each, (list, tuple)):
-            yield from _pieces_in(each)
+            yield from _all_pieces_in(each)
+
+
+def _pieces_in(args: Iterable[Any]) -> Iterator[tuple[Tensor, Part]]:
+    """Tensors of which this rank has not all elements."""
+    return (pair for pair in _all_pieces_in(args) if not pair[1].is_whole)
 
 
 def _keeps_rows(
@@ -137,9 +516,8 @@ def _keeps_rows(
 ) -> bool:
     """Whether a reduction only goes along rows or blocks that are whole on this rank."""
     if len(args) > 1 and isinstance(args[1], Tensor):
-        return True  # elementwise max and min of two tensors
-    position = 2 if "norm" in name else 1
-    dims = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else None))
+        return False
+    dims = dims_of(name, args, kwargs)
     with without_torch_function():
         shape = tuple(tensor.shape)
     cut = piece.plan.cuts[piece.index]
@@ -165,12 +543,27 @@ def outside_unit(piece: ParamPiece, where: str) -> StateError:
     )
 
 
-def _refused(name: str, piece: ParamPiece) -> ParameterError:
+def _zero_bubble(tensor: Any) -> StateError:
+    piece = piece_of(tensor)
+    label = "" if piece is None else f" {piece.label}"
+    return StateError(
+        f"flat_param.fully_shard: a zero-bubble pipeline asks autograd for the gradient of sharded "
+        f"parameter{label} apart from those of inputs, but gradients are reduced in one backward. "
+        "Use a schedule with whole backwards: GPipe, 1F1B or Interleaved1F1B."
+    )
+
+
+def _refused(name: str, args: Any, kwargs: Any) -> ParameterError:
+    _, piece = next(_all_pieces_in((*args, *kwargs.values())))
+    if isinstance(piece, JoinedPieces):
+        label, has = piece.label, "some elements of each"
+    else:
+        label = f"parameter {piece.label} or its gradient"
+        has = f"{piece.numel} of {piece.spec.numel} elements"
     return ParameterError(
-        f"flat_param.fully_shard: {name} was called with parameter {piece.label} or its gradient, "
-        f"but this rank has {piece.numel} of {piece.spec.numel} elements. Use the module's "
-        "clip_grad_norm_ for norms, whole_params() or full_state_dict for values, unshard() to "
-        "compute a loss, as_subclass(torch.Tensor) for the elements of this rank, and for "
-        "optimizers of whole tensors shard with boundary='tensor'. In an optimizer's step, "
-        "parameters before this one may have been stepped: load a checkpoint."
+        f"flat_param.fully_shard: {name} was called with {label}, but this rank has {has}. "
+        "Call full_tensor() on every rank for the whole tensor, to_local() for the elements of "
+        "this rank, unshard() to compute a loss, and for optimizers of whole tensors shard with "
+        "boundary='tensor'. In an optimizer's step, parameters before this one may have been "
+        "stepped: load a checkpoint."
     )

@@ -15,8 +15,8 @@
   and so does a unit without an output tensor to hook.
 - A leaf that this backward does not reach may belong to a nested backward (reentrant checkpoints).
   Gradients are then reduced when all inputs have gradients, or at the end.
-- One reduction is in flight at a time. The previous one is finished and its memory freed before the
-  next one starts.
+- One reduction is in flight at a time, and one over replicas. The previous one is finished and its
+  memory freed before the next one starts; then that over replicas begins.
 - `.grad` is set at the end of backward, and only for parameters that some rank used.
 - While gradients are accumulated (`sync` is False) nothing is reduced. Until replicas are reduced,
   no `.grad` is set.
@@ -194,6 +194,8 @@ class Schedule:
 
         A unit of several modules stays unsharded until all were called.
         """
+        _, begun = forward.running[-1]
+        unit.check_unwritten(begun.versions)
         forward.running.pop()
         chain = self.current.chain
         if returns:
@@ -381,16 +383,27 @@ class Schedule:
             self._reduce(current, current.to_reduce.pop(0))
 
     def _reduce(self, current: BackwardPass, unit: Unit) -> None:
-        self._finish_reducing(current)
+        self._advance_reductions(current)
         if unit in current.units:
             current.units[unit].summed = True
         for grads in unit.grads:
             current.reducing.append(grads.start_reduce(unit.reduction, self.pool))
         current.reduced.append(unit)
+        if all(pending.work is None for pending, _ in current.reducing):
+            self._advance_reductions(current)
 
-    def _finish_reducing(self, current: BackwardPass) -> None:
-        for pending in current.reducing:
+    def _advance_reductions(self, current: BackwardPass) -> None:
+        """Finish reductions over replicas, and begin those of the unit before. Collective."""
+        for pending in current.summing:
             pending.wait()
+        current.summing = []
+        for pending, start_sum in current.reducing:
+            pending.wait()
+            following = start_sum()
+            if following.work is None:
+                following.wait()
+            else:
+                current.summing.append(following)
         current.reducing = []
 
     def _release(self, unit: Unit) -> None:
@@ -432,7 +445,8 @@ class Schedule:
             skipped.reshard()
         while current.to_reduce:
             self._reduce(current, current.to_reduce.pop(0))
-        self._finish_reducing(current)
+        for _ in range(2):
+            self._advance_reductions(current)
         for unit, state in current.units.items():
             if not state.freed or unit.is_unsharded:
                 self._release(unit)

@@ -1,7 +1,8 @@
 """One segment's gradients on this rank, from leaves to the optimizer's parameters.
 
     full_grad  (world*shard,)  reduce dtype; this rank's gradients, from the first one of a backward
-                               until they are reduced; borrowed from a pool.
+                               until they are reduced; borrowed from a pool. One rank reduces
+                               nothing, so there it becomes `reduced`.
     reduced    (shard,)        reduce dtype, then that of the parameters; new for each backward.
                                `.grad` is a view of it, or has it added.
 
@@ -35,7 +36,8 @@ from ..buffers._grads import GradBuffer
 from ..buffers._views import zero_gaps_
 from ..comm._buffer_pool import BufferPool
 from ..comm._comm import Pending
-from ..comm._home_stream import at_home, home_stream
+from ..comm._home_stream import at_home, home_stream, record_use
+from ..comm._host_copies import HostCopy
 from ..layout._options import reduction_dtype
 from ._piece_tensors import as_piece
 from ._sharded_params import ShardedParams
@@ -77,6 +79,7 @@ class ShardedGrads:
         self._reduced: Tensor | None = None
         self.kept: Tensor | None = None
         self._home: torch.Stream | None = None
+        self._copy: HostCopy | None = None
 
     def take(self, index: int, pool: BufferPool) -> None:
         """Move one leaf's gradient into the flat gradient, or add it to an existing one."""
@@ -92,9 +95,12 @@ class ShardedGrads:
         if self.held is None:
             plan, device = self.owner.plan, self.owner.device
             self._home = home_stream(device)
-            self._borrowed = pool.acquire(plan.numel, dtype=self.dtype, device=device)
+            if self.comms.reduce.world_size == 1:  # it becomes `reduced`
+                whole = torch.empty(plan.numel, dtype=self.dtype, device=device)
+            else:
+                whole = self._borrowed = pool.acquire(plan.numel, dtype=self.dtype, device=device)
             layout = self.owner.segment.layout
-            flat = zero_gaps_(self._borrowed[: plan.numel], layout)
+            flat = zero_gaps_(whole[: plan.numel], layout)
             self.held = GradBuffer(flat, layout, [False] * len(self.leaves))
         return self.held
 
@@ -104,22 +110,33 @@ class ShardedGrads:
         if buffer is not None:
             pool.release(buffer)
 
-    def start_reduce(self, how: Reduction, pool: BufferPool) -> Pending:
-        """Begin to reduce the gradients of all ranks into this rank's shard. Collective."""
+    def start_reduce(
+        self, how: Reduction, pool: BufferPool
+    ) -> tuple[Pending, Callable[[], Pending]]:
+        """Begin to reduce the gradients of all ranks into this rank's shard. Collective.
+
+        Returns:
+            The reduction, and a function to call after it, which begins the one over replicas.
+        """
         held, ranks = self.need_held(pool), self.comms.world_size
         self.used = [now or before for now, before in zip(held.arrived, self.used, strict=True)]
         factor = float(ranks if how.factor is None else how.factor)
         with at_home(self._home):
             held.zero_rest()
-            full, shard = held.flat, self.owner.shard
-            self._reduced = torch.empty(shard.numel(), dtype=self.dtype, device=self.owner.device)
+            full = held.flat
             if full.dtype == torch.float16:
                 full.div_(ranks)  # a sum over many ranks may exceed float16's range
                 factor /= ranks
-            sent = _real(self._staged(full))
-            pending = self.comms.reduce.reduce_scatter(_real(self._reduced), sent, pool=pool)
+            comm, numel = self.comms.reduce, self.owner.shard.numel()
+            if comm.world_size == 1:
+                self._reduced, pending = full, Pending(comm, "reduce_scatter")
+            else:
+                self._reduced = torch.empty(numel, dtype=self.dtype, device=self.owner.device)
+                sent = _real(self._staged(full))
+                pending = comm.reduce_scatter(_real(self._reduced), sent, pool=pool)
         pending.home = self._home
-        return pending.then(partial(self._after_reduce, how, factor, pool))
+        pending.then(partial(self._release, pool))
+        return pending, partial(self._start_sum, how, factor)
 
     def _staged(self, full: Tensor) -> Tensor:
         plan = self.owner.plan
@@ -130,26 +147,43 @@ class ShardedGrads:
             row[: stop - start].copy_(full[start:stop])
         return staged.view(-1)
 
-    def _after_reduce(self, how: Reduction, factor: float, pool: BufferPool) -> None:
-        self._release(pool)
-        reduced = self._reduced
+    def _start_sum(self, how: Reduction, factor: float) -> Pending:
+        """Begin to reduce this rank's sum over replicas. Collective."""
+        comm, reduced = self.comms.replicate, self._reduced
+        if reduced is None:
+            return Pending(comm, "all_reduce")
+        with at_home(self._home):
+            if self.kept is not None:
+                reduced.add_(self.kept)
+                self.kept = None
+            if not how.sums_copies and comm.group is not None:
+                self.kept, self._reduced = reduced, None
+                return Pending(comm, "all_reduce")
+            pending = comm.all_reduce(_real(reduced))
+        pending.home = self._home
+        return pending.then(partial(self._after_sum, how, factor))
+
+    def _after_sum(self, how: Reduction, factor: float) -> None:
+        reduced, shard = self._reduced, self.owner.shard
         if reduced is None:
             return
-        if self.kept is not None:
-            reduced.add_(self.kept)
-            self.kept = None
-        if not how.sums_copies and self.comms.replicate.group is not None:
-            self.kept, self._reduced = reduced, None
-            return
-        self.comms.replicate.all_reduce(_real(reduced)).wait()
         if how.on_sum is not None:
             how.on_sum(reduced)
         if factor != 1:
             reduced.div_(factor)
+        if reduced.device != shard.device:
+            self._reduced = self._to_host(reduced)
+        elif reduced.dtype != shard.dtype:
+            self._reduced = reduced.to(shard.dtype)
+
+    def _to_host(self, reduced: Tensor) -> Tensor:
         shard = self.owner.shard
-        if reduced.dtype != shard.dtype or reduced.device != shard.device:
-            moved = torch.empty_like(shard, pin_memory=self.owner.pins(shard.device))
-            self._reduced = moved.copy_(reduced)
+        moved = torch.empty_like(shard, pin_memory=self.owner.pins(shard.device))
+        with HostCopy(reduced.device, "out") as copy:
+            record_use(self._home, reduced)
+            moved.copy_(reduced.to(shard.dtype), non_blocking=True)
+        self._copy = copy
+        return moved
 
     @torch.no_grad()
     def assign_grads(self, used_anywhere: Sequence[bool]) -> None:
@@ -158,6 +192,9 @@ class ShardedGrads:
         self.used = [False] * len(self.used)
         if reduced is None:
             return
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.synchronize()
         params = self.owner.held.params
         with at_home(self._home):
             with without_torch_function():
@@ -206,7 +243,7 @@ class ShardedGrads:
         A collective may still read the buffer, so it does not return to the pool.
         """
         self.used = [False] * len(self.used)
-        self.kept = self._reduced = self._borrowed = self.held = None
+        self.kept = self._reduced = self._borrowed = self.held = self._copy = None
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from ..comm._clip import checked_norms, clip_, norm_over
 from ..comm._comm import CommCount
 from ._by_hand import UnshardHandle, begin_unshard, reshard, units_at_rest, units_below
 from ._full_params import full_params
-from ._guards import norm_parts
+from ._norms import norm_parts
 from ._unit import Unit
 
 _classes: WeakValueDictionary[type, type] = WeakValueDictionary()

@@ -24,10 +24,10 @@ from ..comm._clip import spread_of
 from ..comm._comm import Pending
 from ..comm._groups import CommGroups
 from ..comm._home_stream import SharedMemory, at_home, home_stream, record_use
+from ..comm._host_copies import HostCopy
 from ..layout._layout import Segment
 from ..layout._options import UnitOptions, compute_dtype
 from ..layout._shard import plan_shard
-from ._host_copies import HostCopy
 from ._param_piece import ParamPiece, PieceSegment
 from ._piece_tensors import be_piece
 
@@ -47,6 +47,7 @@ class ShardedParams:
         held: the optimizer's parameters as views of the shard.
         leaves: the full parameters that the module computes with, in layout order.
         pieces: the piece of each parameter.
+        memory: the full buffer's memory on an accelerator, while it is gathered.
     """
 
     def __init__(
@@ -70,7 +71,8 @@ class ShardedParams:
         self.shard = torch.zeros(numel, dtype=dtype, device=home, pin_memory=self.pins(home))
         self.held = self._move_into_shard(params)
         self._mark_params()
-        self._memory: SharedMemory | None = None
+        self.memory: SharedMemory | None = None
+        self._copy: HostCopy | None = None
         self._make_full()
 
     @torch.no_grad()
@@ -143,32 +145,46 @@ class ShardedParams:
         if self.aliased:
             return None
         self.full.untyped_storage().resize_(self.full.nbytes)
-        self._memory = SharedMemory(self.full)
+        self.memory = SharedMemory(self.full) if self.device.type != "cpu" else None
         return self.gather_into(self.full)
-
-    def use(self) -> None:
-        """Let the current stream compute with the full buffer, after its gather was waited for."""
-        if self._memory is not None:
-            self._memory.use()
 
     def leave(self, pending: Pending) -> None:
         """Wait for a gather whose result is not used. Not a collective."""
-        with at_home(None if self._memory is None else self._memory.home):
+        with at_home(None if self.memory is None else self.memory.home):
             pending.leave()
 
     def gather_into(self, full: Tensor) -> Pending:
         """Begin to fill `full` (world*shard,), of any dtype. Collective."""
         comm, plan = self.comms.gather, self.plan
-        if comm.world_size == 1 and full.dtype == self.shard.dtype and self.pins(self.shard.device):
-            return Pending(comm, "all_gather").then(HostCopy(full, self.shard).wait)
-        home = home_stream(full.device)
-        part = self.shard.to(device=full.device, dtype=full.dtype)
         staged = full if plan.even else full.new_empty(plan.world_size * plan.shard_numel)
-        pending = comm.all_gather(as_bytes(staged), as_bytes(part))
+        home = from_stream = None if full.device.type == "cpu" else home_stream(full.device)
+        if self.shard.device == full.device:
+            part = self.shard.to(full.dtype)
+            pending = comm.all_gather(as_bytes(staged), as_bytes(part))
+        else:
+            with HostCopy(full.device, "in") as copy:
+                part, from_stream = self._near(full), copy.stream
+                pending = comm.all_gather(as_bytes(staged), as_bytes(part))
+            self._copy = copy
+            pending.then(copy.wait)
         if staged is not full:
             pending.then(partial(self._unstage, full, staged))
-        made = [each for each, kept in ((part, self.shard), (staged, full)) if each is not kept]
-        return pending.then(partial(record_use, home, *made)) if made else pending
+            pending.then(partial(record_use, home, staged))
+        if part is not self.shard:
+            pending.then(partial(record_use, from_stream, part))
+        return pending
+
+    def _near(self, full: Tensor) -> Tensor:
+        """Copy the shard to the device of a buffer, and into the buffer if that is all of it."""
+        if self.comms.gather.world_size == 1 and full.dtype == self.shard.dtype:
+            return full.copy_(self.shard, non_blocking=True)
+        near = self.shard.to(full.device, non_blocking=True)
+        return near.to(full.dtype)
+
+    def synchronize(self) -> None:
+        """Wait on the host for the last copy of the shard, so that the shard may be changed."""
+        if self._copy is not None:
+            self._copy.synchronize()
 
     def _unstage(self, full: Tensor, staged: Tensor) -> None:
         rows = staged.view(self.plan.world_size, self.plan.shard_numel)
@@ -191,7 +207,7 @@ class ShardedParams:
 
     def free(self) -> None:
         """Free the full buffer's memory; the leaves stay, and are valid after the next gather."""
-        self._memory = None
+        self.memory = None
         if not self.aliased:
             self.full.untyped_storage().resize_(0)
 

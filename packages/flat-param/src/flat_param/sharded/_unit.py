@@ -170,7 +170,8 @@ class Unit:
                     pending.wait()
             self._gathering, self.is_unsharded = None, True
         for part in self.parts:
-            part.use()
+            if part.memory is not None:
+                part.memory.use()
 
     @property
     def is_gathered(self) -> bool:
@@ -199,6 +200,28 @@ class Unit:
         if self.is_by_hand:
             self.end_show()
         self.sites.swap_in()
+
+    def leaf_versions(self) -> list[int]:
+        """Numbers that change with every write to a leaf that is lost when the unit is freed."""
+        return [leaf._version for part in self.parts if not part.aliased for leaf in part.leaves]
+
+    def check_unwritten(self, before: list[int]) -> None:
+        """Refuse leaves that forward has written to.
+
+        Raises:
+            StateError: one was written to since `leaf_versions` returned `before`.
+        """
+        now = self.leaf_versions()
+        if now == before:
+            return
+        pieces = [piece for part in self.parts if not part.aliased for piece in part.pieces]
+        pairs = zip(pieces, before, now, strict=True)
+        label = next(piece.label for piece, old, new in pairs if old != new)
+        raise StateError(
+            f"flat_param.fully_shard: parameter {label} was written to in forward, but there it is "
+            "a copy of the shards of all ranks, and the write would be lost. Make it a buffer, or "
+            "write between steps under whole_params(write_back=True)."
+        )
 
     def reshard(self) -> None:
         """Put the optimizer's parameters back and free the unsharded ones. Not a collective."""

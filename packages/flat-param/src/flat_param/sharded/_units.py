@@ -36,8 +36,7 @@ from ..layout._layout import Segment, plan_segments
 from ..layout._options import UnitOptions, precision_of
 from ..layout._spec import ParamSpec, collect_params, place_of
 from ._by_hand import STOPPED, units_at_rest
-from ._first_step import mark_replaced
-from ._guards import install_guards
+from ._first_step import install_step_hooks, mark_replaced
 from ._ignored import find_ignored, outside_units, own_ignored
 from ._materialize import broadcast_module, check_init, materialize, move_buffers
 from ._param_sites import ParamSite
@@ -140,7 +139,7 @@ def fully_shard(
         unit = _make_unit(planned, params, comms, schedule)
     unit.frees_after_forward = reshard_after_forward
     _join(unit, planned)
-    install_guards()
+    install_step_hooks()
     watch_registrations()
     install_module_hooks(root, unit)
     for each in modules:

@@ -1,16 +1,19 @@
-"""Allocated bytes by module, and live bytes, through a dispatch mode.
+"""Allocated bytes by module and device, and live bytes, through a dispatch mode.
 
 Note [Storages]
-A tensor's bytes are those of its storage, which views share. A storage is counted when an operator
-returns it that did not get it as an argument. It counts as freed when its last tensor is freed,
-which a weak reference reports. Storages from before the measurement are not counted.
-A storage that is resized, as FSDP2 does to free a parameter and allocate it again, is counted as
-freed and allocated. No operator does this, so `UntypedStorage.resize_` is patched.
+A tensor's bytes are those of its storage, which views share. A storage is counted
+- when an operator returns it that did not get it as an argument;
+- when an operator first uses it, if it was made without an operator: `torch.tensor` and
+  `torch.load` pass theirs to `lift_fresh` and `set_`, and memory of NumPy is not torch's.
+It counts as freed when its last tensor is freed, which a weak reference reports. Other storages
+from before the measurement are not counted. An operator with `out=`, and `resize_`, may change a
+storage's size, so the sizes of what they write are compared. FSDP2 resizes a storage without an
+operator to free a parameter and allocate it again, so `UntypedStorage.resize_` is patched.
 
 Note [What was alive at the peak]
-Only the end of the measurement shows which moment was the peak. So each storage has the number of
-its allocation, and a freed storage is recorded if it was alive at the highest peak so far. A higher
-peak clears those records.
+Only the end of the measurement shows which moment was the peak of a device. So each storage has the
+number of its allocation, and a freed storage is recorded if it was alive at the highest peak so
+far. A higher peak clears those records.
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -41,6 +43,7 @@ from .._names import walk
 from .._record import Call
 from .._torch_compat import (
     buffers_of,
+    current_node,
     is_composite,
     is_higher_order,
     parameters_of,
@@ -48,11 +51,14 @@ from .._torch_compat import (
     without_torch_function,
 )
 from ._causes import ACTIVATIONS, GRADIENTS, LOGITS, OPTIMIZER, PARAMETERS, LogitsAndLoss
-from ._mode import MeasuringMode, has_own_way, measuring
+from ._mode import MeasuringMode, has_own_way, measuring, writes_results
 from ._phase_totals import PhaseTotals
 
 Stored = tuple[torch.Tensor, torch.UntypedStorage]
 """A tensor and its storage."""
+
+Place = tuple[str, str, str]
+"""Device, module and line that allocated a storage."""
 
 
 class Made(NamedTuple):
@@ -70,28 +76,59 @@ class Allocation(weakref.ref[torch.UntypedStorage]):
 
     Attributes:
         key: `id` of the storage.
-        size: bytes of the storage; 0 if it existed before the measurement.
+        memory: memory of its device.
+        bytes: bytes of the storage.
+        size: bytes that count: those allocated since the measurement began.
         number: number of the allocation; see Note [What was alive at the peak].
         cause: one of `CAUSES`, or "" while unknown.
         made: where it was allocated, if lines are recorded.
     """
 
-    __slots__ = ("cause", "key", "made", "number", "size")
+    __slots__ = ("bytes", "cause", "key", "made", "memory", "number", "size")
     key: int
+    memory: DeviceMemory
+    bytes: int
     size: int
     number: int
     cause: str
     made: Made | None
 
 
-class AllocationMode(MeasuringMode):
-    """Tracks the storages that operators allocate.
+class DeviceMemory:
+    """Bytes on one device.
 
     Attributes:
+        device: such as "cpu" or "cuda:0".
         live: bytes allocated since the start and not freed.
         peak: largest value of `live`.
         peaks: largest value of `live` while a module ran, by name.
         allocated: bytes by module and phase.
+        peak_number: number of the last allocation before the peak.
+        gone_since_peak: storages that were alive at the peak and are freed.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.live = self.peak = self.peak_number = 0
+        self.peaks: defaultdict[str, int] = defaultdict(int)
+        self.allocated = PhaseTotals()
+        self.gone_since_peak: list[Allocation] = []
+
+    def reached(self, number: int, call: Call) -> None:
+        """Note the live bytes after allocation `number`, in a call."""
+        if self.live > self.peak:
+            self.peak, self.peak_number = self.live, number
+            self.gone_since_peak.clear()
+        for path in call[0].chain():
+            if self.live > self.peaks[path.name]:
+                self.peaks[path.name] = self.live
+
+
+class AllocationMode(MeasuringMode):
+    """Tracks the storages that operators allocate.
+
+    Attributes:
+        devices: memory of each device, by name.
         saw_any: whether any operator ran.
         optimizers: optimizers whose `step` was called.
         went_back: whether a backward ran since this was set to False.
@@ -99,7 +136,8 @@ class AllocationMode(MeasuringMode):
 
     Args:
         attribution: of the tracker.
-        changed: called with `live` whenever it changes.
+        changed: called with the memory of a device whenever its live bytes change.
+        began: called with the first node that a backward runs, and with later ones.
         lines: whether to record where each storage is allocated.
     """
 
@@ -107,22 +145,21 @@ class AllocationMode(MeasuringMode):
         self,
         attribution: Attribution,
         *,
-        changed: Callable[[int], None] | None = None,
+        changed: Callable[[DeviceMemory], None] | None = None,
+        began: Callable[[Any], None] | None = None,
         lines: bool = False,
     ) -> None:
         super().__init__(attribution)
-        self.live = self.peak = 0
-        self.peaks: defaultdict[str, int] = defaultdict(int)
-        self.allocated = PhaseTotals()
+        self.devices: dict[str, DeviceMemory] = {}
+        self._memories: dict[torch.device, DeviceMemory] = {}
         self.saw_any = self.went_back = False
         self.optimizers: list[torch.optim.Optimizer] = []
         self.logits = LogitsAndLoss()
         self._in_step = False
-        self._changed, self._lines = changed, lines
+        self._changed, self._began, self._lines = changed, began, lines
         self.known: dict[int, Allocation] = {}
-        self._number = self._peak_number = 0
-        self._gone_since_peak: list[Allocation] = []
-        self._plain: dict[Any, bool] = {}
+        self._number = 0
+        self._kinds: dict[Any, str] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -132,65 +169,114 @@ class AllocationMode(MeasuringMode):
             return self.pass_on(func, types, args, kwargs)
         if types and self.is_tried_out(types):
             return func(*args, **kwargs)
-        if self.attribution.attribute_op()[1] is BACKWARD:
+        phase = self.attribution.attribute_op()[1]
+        self.look_for_compiled(func, phase)
+        if phase is BACKWARD:
             self.went_back = True
-        plain = self._plain.get(func)
-        if plain is None:
+            if self._began is not None:
+                self._began(current_node())
+        kind = self._kinds.get(func)
+        if kind is None:
             self.saw_any = True
-            plain = not is_higher_order(func) and not is_composite(func)
-            self._plain[func] = plain
-        if plain:
+            kind = self._kinds[func] = _kind_of(func)
+        if kind is PLAIN:
             output = func(*args, **kwargs)
-        elif is_higher_order(func):
+        elif kind is RESIZES:
+            self._note_given(args, kwargs)
+            output = func(*args, **kwargs)
+        elif kind is TAKES_FUNCTIONS:
             output = self.call_inside(func, args, kwargs)
         else:
             with views_are_noted(func):
                 output = func(*args, **kwargs)
         if type(output) is torch.Tensor and output.layout is torch.strided:
-            if id(storage := output.untyped_storage()) not in self.known:
-                self._add([(output, storage)], args, kwargs)
+            known = self.known.get(id(storage := output.untyped_storage()))
+            if known is None:
+                self._add([(output, storage)], func, args, kwargs)
+            elif kind is RESIZES and storage.nbytes() != known.bytes:
+                self.resized(storage, known.bytes, storage.nbytes(), output)
             return output
         made = [output] if isinstance(output, torch.Tensor) else tensors_in(output)
-        new = [stored for stored in storages_of(made) if id(stored[1]) not in self.known]
+        stored = storages_of(made)
+        if kind is RESIZES:
+            for tensor, storage in stored:
+                known = self.known.get(id(storage))
+                if known is not None and storage.nbytes() != known.bytes:
+                    self.resized(storage, known.bytes, storage.nbytes(), tensor)
+        new = [each for each in stored if id(each[1]) not in self.known]
         if new:
-            self._add(new, args, kwargs)
+            self._add(new, func, args, kwargs)
         return output
 
-    def _add(self, made: Iterable[Stored], args: tuple, kwargs: dict[str, Any]) -> None:
-        given = {id(storage) for _, storage in storages_of(tensors_in((args, kwargs)))}
+    def _add(self, made: Iterable[Stored], func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note the storages of an operator's results, and those that it used first."""
         call, phase = self.attribution.locate()
-        for tensor, storage in made:
-            key = id(storage)
-            if key in self.known:
+        given = storages_of(tensors_in((args, kwargs)))
+        fresh = func in _PASSES_ON
+        touched: set[DeviceMemory] = set()
+        for tensor, storage in given:
+            if id(storage) in self.known:
                 continue
-            size = 0 if key in given else storage.nbytes()
-            found = self._note(storage, size, call, phase)
-            if size and self._lines:
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                found.made = Made(call, phase, line_here(), shape_of(tensor), dtype)
-        self._tell(call, phase)
+            if fresh or (phase is not BACKWARD and not storage.resizable()):
+                touched.add(self._count(tensor, storage, call, phase))
+            else:
+                self._note(storage, self._memory_of(tensor), 0, call, phase)
+        for tensor, storage in made:
+            if id(storage) not in self.known:
+                touched.add(self._count(tensor, storage, call, phase))
+        for memory in touched:
+            self._tell(memory, call, phase)
 
-    def _note(self, storage: torch.UntypedStorage, size: int, call: Call, phase: str) -> Allocation:
+    def _count(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, call: Call, phase: str
+    ) -> DeviceMemory:
+        memory = self._memory_of(tensor)
+        found = self._note(storage, memory, storage.nbytes(), call, phase)
+        self._note_line(found, tensor, call, phase)
+        return memory
+
+    def _note_line(self, found: Allocation, tensor: torch.Tensor, call: Call, phase: str) -> None:
+        if found.size and self._lines:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found.made = Made(call, phase, line_here(), shape_of(tensor), dtype)
+
+    def _note_given(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note the sizes of storages before an operator that may change them."""
+        call, phase = self.attribution.locate()
+        for tensor, storage in storages_of(tensors_in((args, kwargs))):
+            if id(storage) not in self.known and storage.resizable():
+                self._note(storage, self._memory_of(tensor), 0, call, phase)
+
+    def _memory_of(self, tensor: torch.Tensor) -> DeviceMemory:
+        memory = self._memories.get(tensor.device)
+        if memory is None:
+            memory = self._memories[tensor.device] = self._memory_on(str(tensor.device))
+        return memory
+
+    def _memory_on(self, device: str) -> DeviceMemory:
+        if device not in self.devices:
+            self.devices[device] = DeviceMemory(device)
+        return self.devices[device]
+
+    def _note(
+        self, storage: torch.UntypedStorage, memory: DeviceMemory, size: int, call: Call, phase: str
+    ) -> Allocation:
         found = Allocation(storage, self._forget)
         self.known[id(storage)] = found
-        found.key, found.size, found.made = id(storage), size, None
+        found.key, found.memory, found.size, found.made = id(storage), memory, size, None
+        found.bytes = storage.nbytes()
         found.cause = OPTIMIZER if self._in_step else ""
         found.number = self._number = self._number + 1
         if size:
-            self.live += size
-            self.allocated.add(call[0].stack, phase, size)
+            memory.live += size
+            memory.allocated.add(call[0].stack, phase, size)
         return found
 
-    def _tell(self, call: Call, phase: str) -> None:
+    def _tell(self, memory: DeviceMemory, call: Call, phase: str) -> None:
         self.logits.allocates(self._number, call, phase)
-        if self.live > self.peak:
-            self.peak, self._peak_number = self.live, self._number
-            self._gone_since_peak.clear()
-        for path in call[0].chain():
-            if self.live > self.peaks[path.name]:
-                self.peaks[path.name] = self.live
+        memory.reached(self._number, call)
         if self._changed is not None:
-            self._changed(self.live)
+            self._changed(memory)
 
     def _forget(self, gone: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(gone, Allocation)
@@ -201,52 +287,71 @@ class AllocationMode(MeasuringMode):
 
     def _free(self, gone: Allocation) -> None:
         if gone.size:
-            if gone.number <= self._peak_number:
-                self._gone_since_peak.append(gone)
-            self.live -= gone.size
+            memory = gone.memory
+            if gone.number <= memory.peak_number:
+                memory.gone_since_peak.append(gone)
+            memory.live -= gone.size
             if self._changed is not None:
-                self._changed(self.live)
+                self._changed(memory)
 
-    def resized(self, storage: torch.UntypedStorage, before: int, after: int) -> None:
-        """Handle a storage that was resized from `before` to `after` bytes."""
+    def resized(
+        self,
+        storage: torch.UntypedStorage,
+        before: int,
+        after: int,
+        tensor: torch.Tensor | None = None,
+    ) -> None:
+        """Handle a storage that was resized from `before` to `after` bytes, by its tensor if known.
+
+        A storage without a tensor keeps the place that allocated it.
+        """
         known = self.known.get(id(storage))
         size = 0 if known is None else known.size
         if known is not None:
             self._free(known)
+        memory = self._memory_on(str(storage.device)) if known is None else known.memory
         call, phase = self.attribution.locate()
-        found = self._note(storage, max(0, size + after - before), call, phase)
+        found = self._note(storage, memory, max(0, size + after - before), call, phase)
         found.made = None if known is None else known.made
-        self._tell(call, phase)
+        if tensor is not None:
+            self._note_line(found, tensor, call, phase)
+        self._tell(memory, call, phase)
 
-    def mark(self, tensors: Iterable[torch.Tensor | None], cause: str) -> dict[int, int]:
-        """Set the cause of tensors; return the bytes of those that existed before, by storage."""
+    def mark(
+        self, tensors: Iterable[torch.Tensor | None], cause: str
+    ) -> dict[int, tuple[str, int]]:
+        """Set the cause of tensors; return device and bytes of earlier storages, by `id`."""
         before = {}
-        stored = storages_of(tensor for tensor in tensors if tensor is not None)
-        for key, size in ((id(storage), storage.nbytes()) for _, storage in stored):
-            found = self.known.get(key)
+        for tensor, storage in storages_of(tensor for tensor in tensors if tensor is not None):
+            found = self.known.get(id(storage))
             if found is not None and found.size:
                 found.cause = cause
             else:
-                before[key] = size
+                before[id(storage)] = device_of(tensor), storage.nbytes()
         return before
 
-    def at_peak(self) -> Counter[str]:
-        """Return the bytes that were alive at the peak, by cause."""
-        alive = [found for found in self.known.values() if found.number <= self._peak_number]
+    def at_peak(self, memory: DeviceMemory) -> Counter[str]:
+        """Return the bytes that were alive at the peak of a device, by cause."""
+        alive = [
+            found
+            for found in self.known.values()
+            if found.memory is memory and found.number <= memory.peak_number
+        ]
         causes: Counter[str] = Counter()
-        for found in [*alive, *self._gone_since_peak]:
+        for found in [*alive, *memory.gone_since_peak]:
             causes[self.cause_of(found)] += found.size
         return causes
 
     def cause_of(self, found: Allocation) -> str:
         return found.cause or (LOGITS if self.logits.has(found.number) else ACTIVATIONS)
 
-    def by_line(self) -> Counter[tuple[str, str]]:
-        """Return the live bytes by module and line, if lines are recorded."""
-        alive: Counter[tuple[str, str]] = Counter()
+    def by_line(self) -> Counter[Place]:
+        """Return the live bytes by device, module and line, if lines are recorded."""
+        alive: Counter[Place] = Counter()
         for found in list(self.known.values()):
             if found.made is not None:
-                alive[found.made.call[0].name, found.made.line] += found.size
+                place = found.memory.device, found.made.call[0].name, found.made.line
+                alive[place] += found.size
         return alive
 
     @contextmanager
@@ -282,6 +387,30 @@ class AllocationMode(MeasuringMode):
                 handle.remove()
 
 
+PLAIN, RESIZES, TAKES_FUNCTIONS, COMPOSITE = "plain", "resizes", "takes functions", "composite"
+
+_ATEN = torch.ops.aten
+_PASSES_ON = {
+    _ATEN.lift_fresh.default,
+    _ATEN.set_.source_Storage,
+    _ATEN.set_.source_Storage_storage_offset,
+}
+"""Operators that get a storage which no operator made."""
+
+
+def _kind_of(operator: Any) -> str:
+    if is_higher_order(operator):
+        return TAKES_FUNCTIONS
+    if is_composite(operator):
+        return COMPOSITE
+    return RESIZES if writes_results(operator) or operator is _ATEN.resize_.default else PLAIN
+
+
+def device_of(tensor: torch.Tensor) -> str:
+    """Return a tensor's device by name; a fake tensor's storage says "meta"."""
+    return str(tensor.device)
+
+
 _following: list[AllocationMode] = []
 _lock = threading.RLock()
 _torchs_resize = torch.UntypedStorage.resize_
@@ -297,17 +426,15 @@ def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
 
 
 @contextmanager
-def measuring_storages(
-    mode: AllocationMode, hooks: saved_tensors_hooks | None = None
-) -> Iterator[None]:
-    """Enter the mode and the hooks, and observe resized storages. See Note [Storages]."""
+def measuring_storages(mode: AllocationMode) -> Iterator[None]:
+    """Enter the mode, and observe resized storages. See Note [Storages]."""
     kind: Any = torch.UntypedStorage
     try:
         with _lock:
             _following.append(mode)
             if kind.resize_ is _torchs_resize:
                 kind.resize_ = _resize_and_tell
-        with measuring(mode, hooks):
+        with measuring(mode):
             yield
     finally:
         with _lock:
@@ -320,7 +447,7 @@ def measuring_storages(
                     kind.resize_ = _torchs_resize
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[Stored]:
@@ -334,7 +461,7 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> list[Stored]:
     for tensor in tensors:
         # Any tensor that Python holds may be passed, also one in an invalid state.
         with suppress(Exception):
-            if type(tensor) in _PLAIN:
+            if type(tensor) in _PLAIN_TENSORS:
                 found.append((tensor, tensor.untyped_storage()))
             else:
                 with without_torch_function():

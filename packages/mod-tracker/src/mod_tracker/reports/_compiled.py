@@ -1,8 +1,8 @@
-"""Notes in a report about compiled modules. A compiled module is one row, without its children."""
+"""Notes in a report about compiled code. A compiled module is one row, without its children."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from .._attribution import Attribution
 from .._record import Path
@@ -10,6 +10,8 @@ from .._torch_compat import is_compiled
 
 SHOWN = 3
 """Names that a note shows."""
+
+UNSEEN_BYTES = "bytes that compiled code allocates are missing"
 
 WHOLE = "its time includes that of its children"
 
@@ -46,3 +48,12 @@ def compiled_note(attribution: Attribution, what: str) -> tuple[str, ...]:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     shown = ", ".join(names[:SHOWN])
     return (f"compiled, so each is one row without its children: {shown}{more}; {what}",)
+
+
+def functions_note(names: Iterable[str], what: str) -> tuple[str, ...]:
+    """Return a note that names the modules in which compiled functions ran."""
+    found = list(names)
+    if not found:
+        return ()
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return (f"compiled functions ran in {', '.join(found[:SHOWN])}{more}; {what}",)

@@ -22,10 +22,17 @@ from .._torch_compat import (
     views_are_noted,
 )
 from .._tracker import ModTracker
-from ._compiled import compiled_modules, compiled_note, compiled_paths, ran_compiled
-from ._formulas import FLEX, OWN, Count, Formula, of_shapes, of_torch
+from ._compiled import (
+    compiled_modules,
+    compiled_note,
+    compiled_paths,
+    functions_note,
+    ran_compiled,
+)
+from ._formulas import FLEX, OWN, Amount, Count, Formula, of_shapes, of_torch
 from ._free_operators import is_free
 from ._mode import MeasuringMode, has_own_way, is_sharded, measuring
+from ._peaks import peak_of
 from ._phase_totals import PhaseTotals
 from ._report import PhaseRow, Report, phase_rows, reporting
 
@@ -62,39 +69,43 @@ class FlopReport(Report[PhaseRow]):
         self.model_flops = 0
         self._masked = self._model_masked = 0
 
-    def mfu(self, peak_flops: float, seconds: float, *, skip_masked: bool = False) -> float:
+    def mfu(self, peak_flops: float | str, seconds: float, *, skip_masked: bool = False) -> float:
         """Return the model FLOPs utilization: the model's FLOPs as a share of the device's peak.
 
         Recomputation does not count (PaLM, arXiv:2204.02311, appendix B). As in that paper,
         attention counts in full under a causal mask.
 
         Args:
-            peak_flops: peak FLOPs per second of one device, in the dtype of the model: 989e12 for
-                bfloat16 on an H100. Also with several ranks, since a report counts the work of this
-                rank only.
+            peak_flops: peak FLOPs per second of one device, in the dtype of the model, such as
+                989e12; or the name of a device, such as "H100" or
+                `torch.cuda.get_device_name()`, for its peak in dense bfloat16. Also with several
+                ranks, since a report counts the work of this rank only.
             seconds: time of the measured block without a report.
             skip_masked: leave out pairs of queries and keys that `is_causal=True`, or a window, of
                 an attention kernel hides.
 
         Raises:
-            OptionError: `peak_flops` or `seconds` is not a number above zero.
-            StateError: modules ran compiled, so their FLOPs are missing.
+            OptionError: `peak_flops` or `seconds` is not a number above zero, or the device is
+                not known.
+            StateError: compiled code ran, whose FLOPs are missing, or the report is a difference.
         """
         work = self.model_flops - (self._model_masked if skip_masked else 0)
         return self._share("mfu", work, peak_flops, seconds)
 
-    def hfu(self, peak_flops: float, seconds: float, *, skip_masked: bool = False) -> float:
+    def hfu(self, peak_flops: float | str, seconds: float, *, skip_masked: bool = False) -> float:
         """Return the hardware FLOPs utilization: like `mfu`, with recomputation."""
         work = self.total - (self._masked if skip_masked else 0)
         return self._share("hfu", work, peak_flops, seconds)
 
-    def _share(self, name: str, work: int, peak_flops: float, seconds: float) -> float:
-        self._complete()
+    def _share(self, name: str, work: int, peak_flops: float | str, seconds: float) -> float:
+        self._refuse_difference(name, "utilization")
+        peak_flops = peak_of(peak_flops) if isinstance(peak_flops, str) else peak_flops
         for what, value in (("peak_flops", peak_flops), ("seconds", seconds)):
             if not isinstance(value, Real) or not value > 0:
                 raise OptionError(
                     f"mod_tracker.{name}: {what} must be a number above zero; got {value!r}. Pass "
-                    "the device's FLOPs per second, such as 989e12, and the seconds of a step."
+                    "the device's FLOPs per second or its name, such as 989e12 or 'H100', and the "
+                    "seconds of a step."
                 )
         if self.compiled:
             raise StateError(
@@ -104,15 +115,17 @@ class FlopReport(Report[PhaseRow]):
             )
         return work / (peak_flops * seconds)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values."""
-        extra = {
+    def _figures(self) -> dict[str, Any]:
+        return {
             "model_flops": self.model_flops,
             "by_operator": self.by_operator,
             "uncounted": self.uncounted,
             "unknown": self.unknown,
         }
-        return {**super().to_dict(), **extra}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {**super().to_dict(), **self._figures()}
 
 
 FREE, UNKNOWN = "free", "unknown"
@@ -128,7 +141,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.amounts: defaultdict[tuple[Path, str, Any], list[int]] = defaultdict(
-            lambda: [0, 0, 0, 0]
+            lambda: [0] * len(Amount._fields)
         )
         self.uncounted: Counter[Any] = Counter()
         self.unknown: Counter[Any] = Counter()
@@ -174,6 +187,7 @@ class FlopMode(MeasuringMode):
         if types and self.is_tried_out(types):
             return func(*args, **kwargs)
         call, phase = self.attribution.attribute_op()
+        self.look_for_compiled(func, phase)
         if rule is FREE:
             self.counts.uncounted[func] += 1
             return func(*args, **kwargs)
@@ -299,11 +313,14 @@ def profile_flops(
 def _fill(report: FlopReport, mode: FlopMode, attribution: Attribution) -> None:
     counts, totals = mode.counts, PhaseTotals()
     by_operator: Counter[str] = Counter()
-    for (path, phase, func), (total, again, masked, masked_again) in counts.amounts.items():
+    assumed: Counter[str] = Counter()
+    for (path, phase, func), amounts in counts.amounts.items():
+        total, again, masked, masked_again, times = amounts
         if ran_compiled(path):
             continue
         totals.add(path.stack, phase, total)
         by_operator[str(func)] += total
+        assumed[str(func)] += times
         report._masked += masked
         if phase != RECOMPUTE:
             report.model_flops += total - again
@@ -313,15 +330,21 @@ def _fill(report: FlopReport, mode: FlopMode, attribution: Attribution) -> None:
     report.by_operator = dict(by_operator)
     report.uncounted = {str(func): times for func, times in counts.uncounted.most_common()}
     report.unknown = {str(func): times for func, times in counts.unknown.most_common()}
-    report.compiled = tuple(compiled_modules(attribution))
-    report.notes = (*compiled_note(attribution, "FLOPs in compiled code are not counted"),)
+    report.compiled = (*compiled_modules(attribution), *mode.compiled_in)
+    report.notes = compiled_note(attribution, "FLOPs in compiled code are not counted")
+    report.notes += functions_note(mode.compiled_in, "FLOPs of fused products are not counted")
     report.notes += _unknown_note(report.unknown)
+    if +assumed:
+        names = ", ".join(f"{name} ({times})" for name, times in (+assumed).items())
+        report.notes += (f"without data the longest groups or sequences were assumed: {names}",)
     report.notes += tuple(
         f"the formula of {func} raised {type(error).__name__}: {error}; calls of it are uncounted"
         for func, error in mode.errors.items()
     )
     anything = bool(counts.amounts or counts.uncounted)
-    report._fill(phase_rows(totals), totals.total, {"total": totals.stacks}, ran=anything)
+    report._fill(
+        phase_rows(totals, attribution), totals.total, {"total": totals.stacks}, ran=anything
+    )
 
 
 def _unknown_note(unknown: Mapping[str, int]) -> tuple[str, ...]:

@@ -29,12 +29,14 @@ class Amount(NamedTuple):
         masked: part of `total` that a causal mask or a window hides, by the operator's arguments.
             Masks that are tensors do not count as hiding anything.
         masked_again: part of `total` that is in both `again` and `masked`.
+        assumed: 1 if sizes that only data would show were assumed to be the largest possible.
     """
 
     total: int
     again: int = 0
     masked: int = 0
     masked_again: int = 0
+    assumed: int = 0
 
 
 Count = Callable[[Any, tuple, Mapping[str, Any], Any], Amount]
@@ -65,8 +67,11 @@ def of_torch(formula: Callable[..., int]) -> Count:
 def _by_name(formula: Callable[[_Given, Any], int | Amount]) -> Count:
     def count(operator: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> Amount:
         names, defaults = _arguments(operator)
-        found = formula({**defaults, **dict(zip(names, args, strict=False)), **kwargs}, out)
-        return found if isinstance(found, Amount) else Amount(found)
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        found = formula(given, out)
+        amount = found if isinstance(found, Amount) else Amount(found)
+        bounds = map(given.get, ("offs", "cum_seq_q", "cu_seqlens_q"))
+        return amount._replace(assumed=int(any(_lacks_data(bound) for bound in bounds)))
 
     return count
 
@@ -89,17 +94,56 @@ def _shape(value: Any) -> Any:
 # Products of matrices.
 
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+COMPLEX = 4
+"""Real products in a complex one; as many additions go with it."""
+
+
 def _product(first: str, second: str) -> Count:
-    """A product of two matrices, of two batches of matrices, or of a matrix and a vector."""
+    """A product of two matrices, of two batches of matrices, or of a matrix and a vector.
+
+    Of a sparse matrix only the stored elements are multiplied, of a block-sparse one whole blocks.
+    """
 
     def count(given: _Given, out: Any) -> int:
         a, b = given[first], given[second]
         columns = b.shape[-1] if b.dim() > 1 else 1
-        if a.layout is not torch.strided:
-            return 2 * int(a._nnz()) * columns
-        return 2 * a.numel() * columns
+        if _is_dense(b):
+            pairs = _stored(a) * columns
+        elif _is_dense(a):
+            pairs = a.numel() // a.shape[-1] * _stored(b)
+        else:
+            pairs = _sparse_pairs(a, b)
+        return 2 * pairs * (COMPLEX if a.is_complex() else 1)
 
     return _by_name(count)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_sparse or tensor.layout in _COMPRESSED)
+
+
+def _stored(tensor: torch.Tensor) -> int:
+    """Number of stored elements: all of a dense tensor."""
+    if _is_dense(tensor):
+        return tensor.numel()
+    values = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    return values.numel()
+
+
+def _sparse_pairs(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Number of pairs of stored elements, of a column of `a` and the same row of `b`."""
+    inner = a.shape[-1]
+    columns = a.to_sparse_coo().coalesce().indices()[1].bincount(minlength=inner)
+    rows = b.to_sparse_coo().coalesce().indices()[0].bincount(minlength=inner)
+    return int((columns * rows).sum())
+
+
+def _sampled(given: _Given, out: Any) -> int:
+    """A dense product of which only the elements of a sparse matrix are computed."""
+    a = given["mat1"]
+    return 2 * _stored(given["self"]) * a.shape[-1] * (COMPLEX if a.is_complex() else 1)
 
 
 def _layer(given: _Given, out: Any) -> int:
@@ -121,11 +165,25 @@ def _list_of_products(given: _Given, out: Any) -> int:
 def _groups(given: _Given, out: Any) -> int:
     """Grouped products, as in a mixture of experts.
 
-    Two 3-d tensors are multiplied pairwise. Otherwise the groups divide a dimension of a matrix;
-    we assume that they fill it, since shapes do not contain the group sizes.
+    Two 3-d tensors are multiplied pairwise. Otherwise the groups divide a dimension of a matrix up
+    to the last offset: with expert parallelism, the rows behind it are not multiplied.
     """
-    a, b = given["self"].shape, given["mat2"].shape
-    return 2 * math.prod(a[1:] if len(a) > len(b) else a) * b[-1]
+    a, b, offsets = given["self"].shape, given["mat2"].shape, given.get("offs")
+    if len(a) == len(b) == 3:
+        return 2 * math.prod(a) * b[-1]
+    used = None if offsets is None or _lacks_data(offsets) else int(offsets[-1])
+    if len(a) == 3:  # the groups divide the columns of the second matrix
+        return 2 * math.prod(a[1:]) * (b[-1] if used is None else used)
+    if len(b) == 3:  # the rows of the first
+        return 2 * (a[0] if used is None else used) * a[1] * b[-1]
+    return 2 * a[0] * (a[1] if used is None else used) * b[-1]
+
+
+def _lacks_data(tensor: Any) -> bool:
+    """Whether a tensor is fake, or on the meta device."""
+    if tensor is None:
+        return False
+    return tensor.is_meta or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
 
 
 # Convolutions. A weight has the shape (channels, channels per group, *kernel size).
@@ -189,7 +247,7 @@ def _tokens_first(given: _Given) -> Iterator[_Sizes]:
 
 def _lengths(starts: torch.Tensor, longest: int) -> list[int]:
     """Lengths of the sequences. Without data we assume that each has the maximal length."""
-    if starts.is_meta or type(starts) not in (torch.Tensor, torch.nn.Parameter):
+    if _lacks_data(starts):
         return [longest] * (len(starts) - 1)
     found: list[int] = starts.diff().tolist()
     return found
@@ -351,7 +409,12 @@ _LAYERS = [
 
 def _own() -> Iterator[tuple[str, Count]]:
     yield from {
+        "mm": _product("self", "mat2"),
         "addmm": _product("mat1", "mat2"),
+        "_sparse_addmm": _product("mat1", "mat2"),
+        "_sparse_sparse_matmul": _product("self", "other"),
+        "_sparse_mm_reduce_impl": _product("self", "other"),
+        "sparse_sampled_addmm": _by_name(_sampled),
         "_addmm_activation": _product("mat1", "mat2"),
         "bmm": _product("self", "mat2"),
         "baddbmm": _product("batch1", "batch2"),

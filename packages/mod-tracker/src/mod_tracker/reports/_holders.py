@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import FrameType, FunctionType, GeneratorType, ModuleType
-from typing import Any
 
 import torch
 from torch import nn
 
-from .._torch_compat import SAVED, saved_values, value_in
-from ._allocations import AllocationMode, registered, storages_of
+from ._allocations import AllocationMode, device_of, registered, storages_of
 from ._causes import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
 from ._phase_totals import stack_of
+from ._saved import in_python, kept_by, node_of
 
 KINDS = (
     *("parameters", "gradients", "optimizer", "inputs"),
     *("saved", "checkpoint", "temporaries", "unseen"),
 )
 """Kinds of storages; the first one that applies is used."""
-
-_NOT_ENTERED = (nn.Module, type, FrameType, ModuleType, GeneratorType, torch.optim.Optimizer)
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,8 @@ def what_is_held(
             *(("", "") if made is None else (made.phase, made.line)),
             *(shape, dtype),
             cause=kind if kind in _CAUSES else ACTIVATIONS,
-            **_place(storage),
+            device=device_of(tensor),
+            address=_address(storage),
         )
 
     def kind_of(key: int, otherwise: str) -> str:
@@ -96,7 +91,7 @@ def what_is_held(
         is_input = given is not None and given() is not None
         return "inputs" if is_input else graphs.kind(key) or otherwise
 
-    optimizers = [optimizer] if optimizer is not None else _in_python(torch.optim.Optimizer)
+    optimizers = [optimizer] if optimizer is not None else in_python(torch.optim.Optimizer)
     static = (
         ("parameters" if kind == "buffers" else kind, name, tensor)
         for kind, name, tensor in registered(roots, optimizers)
@@ -104,7 +99,7 @@ def what_is_held(
     for kind, name, tensor in sorted(static, key=lambda each: KINDS.index(each[0])):
         for part, storage in storages_of([tensor]):
             add(part, storage, kind, name)
-    tensors = _in_python(torch.Tensor)
+    tensors = in_python(torch.Tensor)
     graphs = _Graphs(tensors)
     for key, known in list(mode.known.items()):
         alive, made = known(), known.made
@@ -114,7 +109,8 @@ def what_is_held(
                 *(known.size, kind_of(key, "temporaries"), path.name, path.stack),
                 *(made.phase, made.line, made.shape, made.dtype),
                 cause=mode.cause_of(known),
-                **_place(alive),
+                device=known.memory.device,
+                address=_address(alive),
             )
     for part, storage in storages_of([*tensors, *graphs.tensors]):
         if storage.device.type != "meta":  # meta tensors, as in a trace, have no bytes
@@ -125,21 +121,13 @@ def what_is_held(
 _CAUSES = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
 
-def _place(storage: torch.UntypedStorage) -> dict[str, Any]:
-    """Return the device and the address of a storage; 0 for a fake one."""
-    try:
-        address = storage.data_ptr()
-    except RuntimeError:
-        address = 0
-    return {"device": str(storage.device), "address": address}
+def _address(storage: torch.UntypedStorage) -> int:
+    """Return the address of a storage; 0 for one without data, such as a fake one."""
+    return 0 if storage.device.type == "meta" else storage.data_ptr()
 
 
 class _Graphs:
-    """Tensors that the graphs of some tensors save for backward.
-
-    Tensors that a checkpoint saves are found in two ways: nodes of torch's checkpoint save its
-    inputs; other checkpoints refer to them from pack results and hooks. The search does not enter
-    modules or the globals of functions.
+    """Tensors that the graphs of some tensors keep for backward.
 
     Attributes:
         tensors: all of these tensors; some exist in C++ only.
@@ -147,52 +135,13 @@ class _Graphs:
 
     def __init__(self, roots: list[torch.Tensor]) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._saved: set[int] = set()
-        self._instead: set[int] = set()
-        waiting = list(saved_values(roots))
-        seen: set[int] = set()
-        for value in waiting:
-            if value.hook is None:
-                self._add([value.data], self._instead if value.of_checkpoint else self._saved)
-            else:
-                for kept in _reached([value.data, value.hook], seen):
-                    if isinstance(kept, torch.Tensor):
-                        self._add([kept], self._instead)
-                    else:
-                        waiting += value_in(kept, of_checkpoint=True)
-
-    def _add(self, tensors: Iterable[torch.Tensor], keys: set[int]) -> None:
-        for tensor, storage in storages_of(tensors):
-            self.tensors.append(tensor)
-            keys.add(id(storage))
+        self._kinds: dict[int, str] = {}
+        for _, tensor, is_saved in kept_by(map(node_of, roots)):
+            for part, storage in storages_of([tensor]):
+                self.tensors.append(part)
+                if is_saved or id(storage) not in self._kinds:
+                    self._kinds[id(storage)] = "saved" if is_saved else "checkpoint"
 
     def kind(self, key: int) -> str | None:
         """Return "saved" or "checkpoint"; None if the storage is not saved."""
-        if key in self._saved:
-            return "saved"
-        return "checkpoint" if key in self._instead else None
-
-
-def _reached(things: list[Any], seen: set[int]) -> Iterator[Any]:
-    """Yield the tensors and `SAVED` values that objects refer to."""
-    waiting = [one for one in things if id(one) not in seen]
-    seen.update(map(id, waiting))
-    while waiting:
-        thing = waiting.pop()
-        kind = type(thing)
-        if kind is SAVED or issubclass(kind, torch.Tensor):
-            yield thing
-        elif not issubclass(kind, _NOT_ENTERED):
-            inside = [one for one in _referred(thing) if id(one) not in seen]
-            seen.update(map(id, inside))
-            waiting += inside
-
-
-def _referred(thing: Any) -> list[Any]:
-    if type(thing) is FunctionType:
-        return [thing.__closure__, thing.__defaults__, thing.__kwdefaults__]
-    return gc.get_referents(thing)
-
-
-def _in_python(kind: type) -> list[Any]:
-    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
+        return self._kinds.get(key)

@@ -1,50 +1,54 @@
-"""Memory per module: allocated, saved for backward, parameters, gradients, optimizer."""
+"""Memory per module and device: allocated, saved for backward, parameters, gradients, optimizer."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from .._attribution import Attribution
 from .._edges import tensors_in
-from .._errors import StateError
-from .._record import Call
+from .._errors import OptionError
+from .._torch_compat import SHOWS_SAVED
 from .._tracker import ModTracker
 from ._allocations import (
     AllocationMode,
+    DeviceMemory,
     check_optimizer,
+    device_of,
     measuring_storages,
     registered,
     storages_of,
 )
 from ._causes import CAUSES, GRADIENTS, OPTIMIZER, PARAMETERS
-from ._compiled import compiled_note
+from ._compiled import UNSEEN_BYTES, compiled_note, functions_note
 from ._flame_page import Amounts, Stack
+from ._mode import OUTSIDE_NAME
 from ._phase_totals import PhaseTotals, by_module, stack_of
-from ._report import OUTSIDE_NAME, Report, reporting
+from ._report import Report, calls_of, reporting
+from ._saved import SavedBytes
 
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Bytes of one module; `self_...` leaves out the modules inside it.
+    """Bytes of one module on one device; `self_...` leaves out the modules inside it.
 
     Attributes:
+        calls: number of calls in forward.
         peak: largest number of live bytes, of all modules, while this module ran, in any phase.
         allocated: bytes that operators allocated.
-        saved: bytes saved for backward: distinct storages other than parameters and buffers,
-            counted in the module that saved them first.
+        saved: bytes that graphs keep alive when their backward begins: distinct storages other than
+            parameters and buffers, counted in the module that saved them first.
         parameters: bytes of the parameters; a shared storage counts where it is first registered.
         gradients: bytes of their gradients at the end; shared storages as for `parameters`.
         optimizer: bytes of their optimizer state at the end; shared storages as for `parameters`.
     """
 
     name: str
+    calls: int = 0
     peak: int = 0
     self_allocated: int = 0
     self_saved: int = 0
@@ -59,11 +63,13 @@ class MemoryRow:
 
 
 class MemoryReport(Report[MemoryRow]):
-    """Bytes per module.
+    """Bytes per module on one device: the accelerator with the highest peak, or else the host.
 
     Attributes:
-        peak: largest number of live bytes that were allocated in the block. Parameters that
-            existed before do not count.
+        device: the device, such as "cuda:0" or "cpu".
+        devices: all devices that hold memory; `on` returns the report of another one.
+        peak: largest number of live bytes that were allocated in the block. Parameters and inputs
+            that existed before do not count.
         totals: sum of each kind of bytes, added up separately from the rows.
         causes: bytes alive at the peak, including those from before the block, by cause, largest
             first. "parameters" includes buffers; "gradients"; "optimizer" includes temporaries of
@@ -73,7 +79,7 @@ class MemoryReport(Report[MemoryRow]):
 
     unit = "B"
     columns: ClassVar[tuple[str, ...]] = (
-        *("peak", "allocated", "saved"),
+        *("calls", "peak", "allocated", "saved"),
         *("parameters", "gradients", "optimizer"),
     )
     sort_by = "peak"
@@ -86,114 +92,94 @@ class MemoryReport(Report[MemoryRow]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.device = "cpu"
+        self._by_device: dict[str, MemoryReport] = {}
         self.peak = 0
         self.totals: dict[str, int] = {}
         self.causes: dict[str, int] = dict.fromkeys(CAUSES, 0)
 
-    def _footer(self) -> tuple[str, ...]:
-        if not any(self.causes.values()):
-            return ()
-        parts = ", ".join(f"{name} {self.show(size)}" for name, size in self.causes.items())
-        return (f"at the peak {self.show(sum(self.causes.values()))} are alive: {parts}",)
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Devices that hold memory, this report's first."""
+        others = (name for name in self._by_device if name != self.device)
+        return (self.device, *others)
 
-    def _sums(self) -> dict[str, int]:
-        return {"peak": self.outside.peak, "allocated": self.total}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values."""
-        extra = {"peak": self.peak, "totals": self.totals, "causes": self.causes}
-        return {**super().to_dict(), **extra}
-
-
-def apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a saved tensor without its node.
-
-    A node may save its own result. With the node, the tensor would be in a reference cycle, and
-    the graph of a forward without backward would wait for the garbage collector. torch restores
-    the node when it unpacks the tensor.
-    """
-    return tensor if tensor.grad_fn is None else tensor.detach()
-
-
-class KeptTensor:
-    """A tensor that a report's hooks saved for backward; freed with the node that saved it.
-
-    Attributes:
-        keys: `id` of its storages.
-        tensor: the tensor without its node.
-    """
-
-    __slots__ = ("_released", "_version", "keys", "tensor")
-
-    def __init__(
-        self, tensor: torch.Tensor, keys: list[int], released: Callable[[int], None]
-    ) -> None:
-        self.keys: list[int] = keys
-        self._released, self._version = released, tensor._version
-        self.tensor: torch.Tensor = apart(tensor)
-
-    def __del__(self) -> None:
-        for key in self.keys:
-            self._released(key)
-
-    def given_back(self) -> torch.Tensor:
-        """Return the tensor. Checks its version, since torch does not for packed tensors.
+    def on(self, device: str | torch.device) -> MemoryReport:
+        """Return the report of another device.
 
         Raises:
-            StateError: it was changed in place.
+            OptionError: nothing is on that device.
         """
-        tensor, version = self.tensor, self._version
-        if tensor._version != version:
-            raise StateError(
-                f"mod_tracker.profile_memory: a tensor {tensor.dtype} {list(tensor.shape)} was "
-                f"saved for backward at version {version} and changed in place since; it is at "
-                f"version {tensor._version}. Change a copy of it."
+        self._complete()
+        if str(device) not in self._by_device:
+            raise OptionError(
+                f"mod_tracker.on: no memory is on {device!s}; got the device {device!r}. Choose "
+                f"one of {', '.join(self.devices)}."
             )
-        return tensor
+        return self._by_device[str(device)]
+
+    def _footer(self) -> tuple[str, ...]:
+        lines = []
+        if any(self.causes.values()):
+            parts = ", ".join(f"{name} {self.show(size)}" for name, size in self.causes.items())
+            alive = self.show(sum(self.causes.values()))
+            lines.append(f"at the peak {alive} are alive on {self.device}: {parts}")
+        for name in self.devices[1:]:
+            peak = self.show(self._by_device[name].peak)
+            lines.append(f"peak on {name}: {peak}; on({name!r}) is its report")
+        return tuple(lines)
+
+    def _sums(self) -> dict[str, int]:
+        return {"peak": self.peak, "allocated": self.total}
+
+    def _figures(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "peak": self.peak,
+            "totals": self.totals,
+            "causes": self.causes,
+        }
+
+    def diff(self, other: Report[MemoryRow]) -> MemoryReport:
+        """Return this report minus `other` on each device of both; see `Report.diff`.
+
+        Raises:
+            OptionError: the reports are of different kinds, or have no device in common.
+        """
+        if not isinstance(other, MemoryReport):
+            super().diff(other)  # raises
+        assert isinstance(other, MemoryReport)
+        common = [name for name in self.devices if name in other._by_device]
+        if not common:
+            raise OptionError(
+                f"mod_tracker.diff: the reports are of different devices: "
+                f"{', '.join(self.devices)}, and {', '.join(other.devices)}. Measure both on one."
+            )
+        found: dict[str, MemoryReport] = {}
+        for name in common:
+            found[name] = Report.diff(self.on(name), other.on(name))  # type: ignore[assignment]
+            found[name]._by_device = found
+        return found[common[0]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values; `other_devices` has those of the other devices."""
+        others = {name: self._by_device[name]._of_device() for name in self.devices[1:]}
+        return {**self._of_device(), "other_devices": others}
+
+    def _of_device(self) -> dict[str, Any]:
+        return {**super().to_dict(), **self._figures()}
 
 
-class _Saved:
-    """Bytes saved for backward; a storage counts once for as long as it stays saved."""
-
-    def __init__(self, attribution: Attribution) -> None:
-        self._attribution = attribution
-        self._uses: dict[int, int] = {}
-        self._first: list[tuple[weakref.ref, Call, str, int]] = []
-
-    def pack(self, tensor: torch.Tensor) -> KeptTensor:
-        keys = []
-        for _, storage in storages_of([tensor]):
-            key = id(storage)
-            uses = self._uses.get(key, 0)
-            if uses == 0:
-                call, phase = self._attribution.locate()
-                self._first.append((weakref.ref(storage), call, phase, storage.nbytes()))
-            self._uses[key] = uses + 1
-            keys.append(key)
-        return KeptTensor(tensor, keys, self.release)
-
-    def release(self, key: int) -> None:
-        left = self._uses.pop(key, 1) - 1
-        if left:
-            self._uses[key] = left
-
-    def totals(self, permanent: set[int]) -> PhaseTotals:
-        """Return the saved bytes without `permanent` storages, which are given by `id`."""
-        totals = PhaseTotals()
-        for ref, call, phase, size in self._first:
-            if id(ref()) not in permanent:
-                totals.add(call[0].stack, phase, size)
-        return totals
-
-
-def _rows(totals_by_kind: dict[str, PhaseTotals], peaks: dict[str, int]) -> dict[str, MemoryRow]:
-    columns: dict[str, dict[str, int]] = {"": {}}
+def _rows(
+    totals_by_kind: dict[str, PhaseTotals], peaks: dict[str, int], calls: Counter[str]
+) -> dict[str, MemoryRow]:
+    columns: dict[str, dict[str, int]] = {"": {}, **{name: {} for name in calls}}
     for kind, totals in totals_by_kind.items():
         for prefix, amounts in zip(("self_", ""), by_module(totals.stacks), strict=True):
             for name, phases in amounts.items():
                 columns.setdefault(name, {})[prefix + kind] = sum(phases.values())
     return {
-        name: MemoryRow(name or OUTSIDE_NAME, peak=peaks.get(name, 0), **numbers)
+        name: MemoryRow(name or OUTSIDE_NAME, calls=calls[name], peak=peaks.get(name, 0), **numbers)
         for name, numbers in columns.items()
     }
 
@@ -209,11 +195,11 @@ def _stacks(totals_by_kind: dict[str, PhaseTotals]) -> dict[str, dict[Stack, Amo
 def profile_memory(
     *roots: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[MemoryReport]:
-    """Measure each module's memory in forward, recompute and backward.
+    """Measure each module's memory in forward, recompute and backward, on each device.
 
     Under `FakeTensorMode`, entered first, nothing is allocated, so models of any size can be
-    measured. Saved bytes are counted by saved-tensor hooks, which `torch.func` does not support;
-    use `watch_memory` with `torch.func`. Sparse tensors are not counted.
+    measured. Sparse tensors are not counted. On torch 2.9, which does not show what graphs save,
+    `saved` is missing.
 
     Args:
         roots: models to name before they are called; see `ModTracker`. Parameters and gradients
@@ -222,7 +208,6 @@ def profile_memory(
 
     Raises:
         OptionError: `optimizer` is not an optimizer.
-        StateError: the model uses `torch.func.grad` or a transform built on it.
 
     Example:
         >>> import torch
@@ -237,43 +222,59 @@ def profile_memory(
     report = MemoryReport()
     with ModTracker(*roots) as tracker:
         attribution = tracker._attribution
-        mode, saved = AllocationMode(attribution), _Saved(attribution)
-        hooks = saved_tensors_hooks(saved.pack, KeptTensor.given_back)
-        try:
-            with mode.following_optimizers(), measuring_storages(mode, hooks):
-                yield report
-        except RuntimeError as error:
-            if "support saved tensor hooks" not in str(error):
-                raise
-            raise StateError(
-                "mod_tracker.profile_memory: torch.func does not support the saved-tensor "
-                "hooks that count bytes saved for backward. Use watch_memory or "
-                "trace(memory=True) for this model."
-            ) from error
+        saved = SavedBytes(attribution, lambda key: key in mode.known)
+        mode = AllocationMode(attribution, began=saved.read)
+        with mode.following_optimizers(), measuring_storages(mode):
+            yield report
+        saved.read_rest()
     models = _models_of_this_thread(tracker, roots)
-    held = {kind: PhaseTotals() for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)}
+    optimizers = [] if optimizer is None else [optimizer]
+    held: dict[str, dict[str, PhaseTotals]] = {}
     permanent, counted = set[int](), set[int]()
-    for kind, name, tensor in registered(models, [] if optimizer is None else [optimizer]):
-        for _, storage in storages_of([tensor]):
+    for kind, name, tensor in registered(models, optimizers):
+        for part, storage in storages_of([tensor]):
             key = id(storage)
             if kind in ("buffers", PARAMETERS):
                 permanent.add(key)
-            if kind in held:
+            if kind in _HELD:
                 size = 0 if key in counted else storage.nbytes()
-                held[kind].add(stack_of(name), "forward", size)
+                on = held.setdefault(device_of(part), {each: PhaseTotals() for each in _HELD})
+                on[kind].add(stack_of(name), "forward", size)
                 counted.add(key)
-    totals_by_kind = {
-        "allocated": mode.allocated,
-        "saved": saved.totals(permanent),
-        **held,
-    }
-    report.peak = mode.peak
-    report.totals = {kind: totals.total for kind, totals in totals_by_kind.items()}
-    report.causes = _causes(mode, models, optimizer)
-    report.notes = compiled_note(attribution, "bytes that compiled code allocates are missing")
-    rows = _rows(totals_by_kind, {**mode.peaks, "": mode.peak})
-    ran = mode.saw_any or bool(permanent)
-    report._fill(rows, mode.allocated.total, _stacks(totals_by_kind), ran=ran)
+    causes = _causes(mode, models, optimizers)
+    state = attribution.state()
+    calls = calls_of(attribution, [] if state is None else [state])
+    notes = compiled_note(attribution, UNSEEN_BYTES) + functions_note(
+        mode.compiled_in, UNSEEN_BYTES
+    )
+    if not SHOWS_SAVED:
+        notes += ("saved is missing: torch 2.9 does not show what a graph saves",)
+    by_device: dict[str, MemoryReport] = {}
+    for name in _in_order(mode, causes):
+        memory = mode.devices.get(name) or DeviceMemory(name)
+        totals_by_kind = {
+            "allocated": memory.allocated,
+            "saved": saved.totals(name, permanent),
+            **(held.get(name) or {each: PhaseTotals() for each in _HELD}),
+        }
+        one = by_device[name] = report if not by_device else MemoryReport()
+        one.device, one._by_device, one.notes = name, by_device, notes
+        one.peak = memory.peak
+        one.totals = {kind: totals.total for kind, totals in totals_by_kind.items()}
+        one.causes = causes.get(name) or dict.fromkeys(CAUSES, 0)
+        rows = _rows(totals_by_kind, {**memory.peaks, "": memory.peak}, calls)
+        ran = mode.saw_any or bool(permanent)
+        one._fill(rows, memory.allocated.total, _stacks(totals_by_kind), ran=ran)
+
+
+_HELD = (PARAMETERS, GRADIENTS, OPTIMIZER)
+
+
+def _in_order(mode: AllocationMode, causes: dict[str, dict[str, int]]) -> list[str]:
+    """Return the devices that hold memory: accelerators by their peaks, then the host."""
+    peaks = {name: memory.peak for name, memory in mode.devices.items()}
+    used = [name for name in causes if peaks.get(name) or any(causes[name].values())]
+    return sorted(used or ["cpu"], key=lambda name: (name == "cpu", -peaks.get(name, 0)))
 
 
 def _models_of_this_thread(tracker: ModTracker, roots: Iterable[nn.Module]) -> dict[str, nn.Module]:
@@ -289,18 +290,24 @@ def _models_of_this_thread(tracker: ModTracker, roots: Iterable[nn.Module]) -> d
 
 
 def _causes(
-    mode: AllocationMode, roots: dict[str, nn.Module], optimizer: torch.optim.Optimizer | None
-) -> dict[str, int]:
+    mode: AllocationMode,
+    roots: dict[str, nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer],
+) -> dict[str, dict[str, int]]:
+    """Return the bytes that were alive at each device's peak, by cause."""
     held: dict[str, list[torch.Tensor]] = {PARAMETERS: [], GRADIENTS: [], OPTIMIZER: []}
     for kind, _, tensor in registered(roots, ()):
         held[PARAMETERS if kind == "buffers" else kind].append(tensor)
-    for each in (*mode.optimizers, *([] if optimizer is None else [optimizer])):
+    for each in (*mode.optimizers, *optimizers):
         held[OPTIMIZER] += tensors_in(dict(each.state))
-    before: dict[int, tuple[str, int]] = {}
+    before: dict[int, tuple[str, str, int]] = {}
     for kind, tensors in held.items():
-        for key, size in mode.mark(tensors, kind).items():
-            before.setdefault(key, (kind, size))
-    causes = mode.at_peak()
-    for kind, size in before.values():
-        causes[kind] += size
-    return dict(sorted(((kind, causes[kind]) for kind in CAUSES), key=lambda item: -item[1]))
+        for key, (device, size) in mode.mark(tensors, kind).items():
+            before.setdefault(key, (device, kind, size))
+    found = {name: mode.at_peak(memory) for name, memory in mode.devices.items()}
+    for device, kind, size in before.values():
+        found.setdefault(device, Counter())[kind] += size
+    return {
+        device: dict(sorted(((c, causes[c]) for c in CAUSES), key=lambda item: -item[1]))
+        for device, causes in found.items()
+    }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from .._errors import OptionError
 from .._numbers import bytes_shown
-from ._allocations import shape_of
+from ._allocations import Place, shape_of
 from ._allocator import Allocator
 from ._causes import CAUSES
 from ._holders import KINDS, Held
@@ -20,31 +21,65 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class MemoryPage:
-    """Memory at one moment, and what holds it.
+    """Memory of one device at one moment, and what holds it.
 
     Attributes:
         reason: why the page was written.
-        held: every storage that is alive, largest first.
-        grown: bytes by module and line that were allocated in the last step and stayed alive.
+        everything: every storage that is alive, on all devices, largest first.
+        grown: bytes by device, module and line that were allocated in the last step and stayed
+            alive.
         steps: number of steps so far.
         inputs: input tensors of the current step, and of the one before.
         notes: limits of this measurement.
         running: phase and module in which the page was written; "" outside of all modules.
         allocators: the allocator of each CUDA device in use.
+        device: the device that the page is about, by default the accelerator that holds most, or
+            else the host; `on` returns the page of another one.
     """
 
     reason: str
-    held: Sequence[Held]
-    grown: dict[tuple[str, str], int]
+    everything: Sequence[Held]
+    grown: dict[Place, int]
     steps: int
     inputs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     running: str = ""
     allocators: tuple[Allocator, ...] = ()
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.device:
+            object.__setattr__(self, "device", self.devices[0])
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Devices that hold memory: accelerators by their bytes, then the host."""
+        sizes: Counter[str] = Counter()
+        for held in self.everything:
+            sizes[held.device] += held.size
+        return tuple(sorted(sizes or ["cpu"], key=lambda name: (name == "cpu", -sizes[name])))
+
+    def on(self, device: str | torch.device) -> MemoryPage:
+        """Return the page of another device.
+
+        Raises:
+            OptionError: nothing is on that device.
+        """
+        if str(device) not in self.devices:
+            raise OptionError(
+                f"mod_tracker.on: no memory is on {device!s}; got the device {device!r}. Choose "
+                f"one of {', '.join(self.devices)}."
+            )
+        return replace(self, device=str(device))
+
+    @property
+    def held(self) -> list[Held]:
+        """The storages of this device that are alive, largest first."""
+        return [held for held in self.everything if held.device == self.device]
 
     @property
     def total(self) -> int:
-        """Bytes of all storages that are alive."""
+        """Bytes of all storages of this device that are alive."""
         return sum(held.size for held in self.held)
 
     def by_kind(self) -> dict[str, int]:
@@ -74,10 +109,22 @@ class MemoryPage:
         return _by_stack(held for held in self.held if held.kind in kinds)
 
     def __str__(self) -> str:
-        lines = [
-            f"Who holds the memory: {self.reason}",
-            f"{bytes_shown(self.total)} in {len(self.held)} storages, in step {self.steps}",
-            *self._step_lines(),
+        lines = [f"Who holds the memory: {self.reason}"]
+        others = [name for name in self.devices if name != self.device]
+        for device in (self.device, *others):
+            step = () if device in others else self._step_lines()
+            lines += self.on(device)._device_lines(step)
+        lines += [
+            *(line for allocator in self.allocators for line in allocator.lines()),
+            *self.notes,
+        ]
+        return "\n".join(lines)
+
+    def _device_lines(self, step: Iterable[str]) -> list[str]:
+        size, count = bytes_shown(self.total), len(self.held)
+        return [
+            f"{size} in {count} storages on {self.device}, in step {self.steps}",
+            *step,
             *self._most_lines(),
             *_section("by cause", ((k, v) for k, v in self.by_cause().items() if v)),
             *_section("by kind", ((k, v) for k, v in self.by_kind().items() if v)),
@@ -89,10 +136,7 @@ class MemoryPage:
                 "parameters, gradients, optimizer inside: to shard or offload",
                 self._leave("parameters", "gradients", "optimizer"),
             ),
-            *(line for allocator in self.allocators for line in allocator.lines()),
-            *self.notes,
         ]
-        return "\n".join(lines)
 
     def _step_lines(self) -> Iterable[str]:
         # The most frequent reason is a larger batch, which the bytes alone do not show.
@@ -112,7 +156,7 @@ class MemoryPage:
             where = f", {bytes_shown(inside[name])} of it inside {name}" if name else ""
             yield f"most of it is {cause}: {bytes_shown(size)}{where}"
         for place, most in self._grown_lines():
-            grown = bytes_shown(sum(self.grown.values()))
+            grown = bytes_shown(sum(self._grown.values()))
             yield f"grew by {grown} in a step, {bytes_shown(most)} of it at {place}"
             return
 
@@ -135,8 +179,14 @@ class MemoryPage:
             yield text if number[text] == 1 else f"{number[text]} x {text}", size
 
     def _grown_lines(self) -> Iterable[tuple[str, int]]:
-        for (module, line), size in Counter(self.grown).most_common(SHOWN):
+        for (module, line), size in self._grown.most_common(SHOWN):
             yield f"{module or '(outside)'}, {line}", size
+
+    @property
+    def _grown(self) -> Counter[tuple[str, str]]:
+        return Counter(
+            {place[1:]: size for place, size in self.grown.items() if place[0] == self.device}
+        )
 
     def _leave(self, *kinds: str) -> Iterable[tuple[str, int]]:
         return list(self.inside(*kinds).items())[:SHOWN]

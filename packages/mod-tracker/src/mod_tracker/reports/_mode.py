@@ -18,24 +18,35 @@ Note [What a mode must not change]
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache, wraps
+from pathlib import Path as FilePath
+from types import FrameType
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._attribution import Attribution
+from .._attribution import BACKWARD, KEPT_TASKS, Attribution
+from .._record import Call
 from .._torch_compat import (
+    current_node,
+    graph_task,
     has_own_operators,
     in_fresh_thread,
     is_stand_in,
     leave_mode,
-    leave_saved_hooks,
     makes_stand_ins,
 )
+from ._compiled import ran_compiled
+from ._graph import nodes_below
+
+_TORCH = f"{FilePath(torch.__file__).parent}{os.sep}"
+
+OUTSIDE_NAME = "(outside)"
 
 
 class MeasuringMode(TorchDispatchMode):
@@ -52,6 +63,8 @@ class MeasuringMode(TorchDispatchMode):
         self.attribution = attribution
         self._passing_on = False
         self._tried_out = 0
+        self.compiled_in: dict[str, None] = {}
+        self._seen_tasks: dict[int, None] = {}
         _load_compiler()
 
     @classmethod
@@ -73,6 +86,26 @@ class MeasuringMode(TorchDispatchMode):
             self._tried_out -= 1
             self._passing_on = False
 
+    def look_for_compiled(self, func: Any, phase: str) -> None:
+        """Note the module in which a compiled function ran, if an operator shows one.
+
+        Compiled code calls few operators, and those write to given results. In a backward, a node
+        stands for it. Compiled modules are reported by themselves.
+        """
+        if phase is BACKWARD and (task := graph_task()) not in self._seen_tasks:
+            while len(self._seen_tasks) >= KEPT_TASKS:
+                self._seen_tasks.pop(next(iter(self._seen_tasks)))
+            self._seen_tasks[task] = None
+            for node in nodes_below([current_node()], set(), 0):
+                if type(node).__name__ == "CompiledFunctionBackward":
+                    self._ran_compiled(self.attribution.creator_of(node))
+        elif writes_results(func) and _is_compilers(sys._getframe(2)):
+            self._ran_compiled(self.attribution.locate()[0])
+
+    def _ran_compiled(self, call: Call) -> None:
+        if not any(map(ran_compiled, call[0].chain())):
+            self.compiled_in[call[0].name or OUTSIDE_NAME] = None
+
     def is_tried_out(self, types: Any) -> bool:
         """Whether an operator runs only to compute the shape of its result, inside a `DTensor`."""
         return self._tried_out > 0 and any(map(is_stand_in, types))
@@ -93,6 +126,20 @@ class MeasuringMode(TorchDispatchMode):
 
 
 @cache
+def writes_results(operator: Any) -> bool:
+    """Whether an operator has arguments for its results."""
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and any(argument.is_out for argument in schema.arguments)
+
+
+def _is_compilers(frame: FrameType | None) -> bool:
+    """Whether the innermost frame outside of torch is code that torch.compile wrote."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is not None and "async_compile" in frame.f_globals
+
+
+@cache
 def _load_compiler() -> None:
     """Import torch's compiler in a thread whose frames hold no tensors."""
     in_fresh_thread(lambda: torch.compiler.disable(len))
@@ -109,12 +156,10 @@ def is_sharded(kind: type) -> bool:
 
 
 @contextmanager
-def measuring(mode: MeasuringMode, hooks: saved_tensors_hooks | None = None) -> Iterator[None]:
-    """Enter a mode and saved-tensor hooks; others may be entered and left in any order."""
-    with ExitStack() as stack:
-        if hooks is not None:
-            stack.callback(leave_saved_hooks, hooks)
-            hooks.__enter__()
-        stack.callback(leave_mode, mode)
+def measuring(mode: MeasuringMode) -> Iterator[None]:
+    """Enter a mode; others may be entered and left in any order."""
+    try:
         mode.__enter__()
         yield
+    finally:
+        leave_mode(mode)

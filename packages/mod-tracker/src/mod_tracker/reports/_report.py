@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -15,12 +16,16 @@ from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any, ClassVar, Generic, NoReturn, ParamSpec, TypeVar
 
+from .._attribution import Attribution
 from .._errors import OptionError, StateError, UnknownNameError, check_int
+from .._listeners import matches
 from .._numbers import with_unit
+from .._record import ThreadState
 from ._flame_page import Amounts, Stack, flame_page
-from ._phase_totals import PHASES, PhaseTotals, by_module
+from ._mode import OUTSIDE_NAME
+from ._phase_totals import PHASES, PhaseTotals, by_module, stack_of
 
-OUTSIDE_NAME = "(outside)"
+CALLS = "calls"
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,13 @@ class PhaseRow:
 
     Args:
         name: of the module, as in `ModuleCall`.
+        calls: number of calls in forward; a recomputation is no call.
         self_forward: without the modules inside it; likewise `self_recompute`, `self_backward`.
         forward: with the modules inside it; likewise `recompute` and `backward`.
     """
 
     name: str
+    calls: int = 0
     self_forward: int = 0
     self_recompute: int = 0
     self_backward: int = 0
@@ -102,12 +109,24 @@ def values_of(row: Any) -> dict[str, int]:
     return {item.name: getattr(row, item.name) for item in fields(row) if item.name != "name"}
 
 
-def phase_rows(totals: PhaseTotals) -> dict[str, PhaseRow]:
+def calls_of(attribution: Attribution, states: Iterable[ThreadState]) -> Counter[str]:
+    """Return the number of calls of each module that ran in some threads, by name."""
+    calls = Counter(attribution.gone_calls)
+    for state in list(states):
+        for path in state.walk():
+            if path.name:
+                calls[path.name] += path.calls
+    return calls
+
+
+def phase_rows(totals: PhaseTotals, attribution: Attribution) -> dict[str, PhaseRow]:
     """Turn totals into rows by name; the outside has the name ""."""
     own, everything = by_module(totals.stacks)
+    calls = calls_of(attribution, attribution.states)
     return {
         name: PhaseRow(
             name or OUTSIDE_NAME,
+            calls=calls.get(name, 0),
             **{f"self_{phase}": own[name][phase] for phase in PHASES},
             **everything[name],
         )
@@ -134,7 +153,7 @@ class Report(Generic[R]):
 
     unit: ClassVar[str] = ""
     title: ClassVar[str] = ""
-    columns: ClassVar[tuple[str, ...]] = ("total", *PHASES, "self_total")
+    columns: ClassVar[tuple[str, ...]] = ("calls", "total", *PHASES, "self_total")
     sort_by: ClassVar[str] = "total"
     explained: ClassVar[str] = (
         "A module counts with the modules inside it; self: without them. recompute: forwards that "
@@ -147,6 +166,7 @@ class Report(Generic[R]):
         self._total = 0
         self._stacks: dict[str, dict[Stack, Amounts]] = {}
         self._ran = True
+        self._is_difference = False
         self.notes: tuple[str, ...] = ()
 
     def _fill(
@@ -212,9 +232,32 @@ class Report(Generic[R]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def sum(self, column: str) -> int:
-        """Return the sum of a column over all modules and the outside."""
-        return sum(getattr(row, column) for row in self._complete().values())
+    def sum(self, column: str, *patterns: str) -> int:
+        """Return the sum of a column over all modules and the outside, or over some modules.
+
+        Args:
+            column: a number of the rows, such as "self_forward".
+            patterns: shell patterns of names or state_dict prefixes, such as "layers.*". Only the
+                outermost modules that match count, so nothing counts twice. They may be parts of
+                several models, such as the stages of a pipeline.
+
+        Raises:
+            OptionError: there is no such column, or a pattern is not a string.
+        """
+        self._check_column("sum", "column", column)
+        rows = self._complete()
+        if not patterns:
+            return sum(getattr(row, column) for row in rows.values())
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise OptionError(
+                f"mod_tracker.sum: patterns must be strings such as 'layers.*'; got {patterns!r}."
+            )
+        chosen = {name for name in rows if name and matches(name, patterns)}
+        return sum(
+            getattr(rows[name], column)
+            for name in chosen
+            if not any(around in chosen for around in stack_of(name)[:-1])
+        )
 
     def top(self, count: int, *, by: str | None = None) -> list[R]:
         """Return the rows with the largest values of a column.
@@ -222,15 +265,24 @@ class Report(Generic[R]):
         Raises:
             OptionError: there is no such column, or `count` is negative or not an int.
         """
-        check_int("report", "count", count, 0)
-        column = by or self.sort_by
-        rows = list(self.rows.values())
-        if rows and not hasattr(rows[0], column):
+        check_int("top", "count", count, 0)
+        return self._sorted("top", by)[:count]
+
+    def _sorted(self, function: str, by: str | None) -> list[R]:
+        column = self.sort_by if by is None else by
+        self._check_column(function, "by", column)
+        return sorted(self.rows.values(), key=lambda row: -getattr(row, column))
+
+    def _check_column(self, function: str, name: str, column: object) -> None:
+        kind = type(self.outside)
+        properties = [key for key, value in vars(kind).items() if isinstance(value, property)]
+        known = [*values_of(self.outside), *properties]
+        if column not in known:
+            close = get_close_matches(str(column), known, n=3)
             raise OptionError(
-                f"mod_tracker.report: there is no column {column!r}. Choose one of "
-                f"{', '.join(self.columns)}."
+                f"mod_tracker.{function}: {name} must be a column; got {column!r}. "
+                f"{'Similar columns' if close else 'Choose one of'}: {', '.join(close or known)}."
             )
-        return sorted(rows, key=lambda row: -getattr(row, column))[:count]
 
     def __str__(self) -> str:
         try:
@@ -248,12 +300,12 @@ class Report(Generic[R]):
         Raises:
             OptionError: there is no such column, or `limit` is negative or not an int.
         """
-        check_int("report", "limit", limit, 0, or_none="all modules")
-        rows = [row for row in self.top(len(self.rows), by=by) if self._has_numbers(row)]
+        check_int("table", "limit", limit, 0, or_none="all modules")
+        rows = [row for row in self._sorted("table", by) if self._has_numbers(row)]
         shown = [*rows[:limit], self.outside]
         cells = [["module", *(name.removesuffix("_total") for name in self.columns)]]
         cells += [
-            [row.name, *(self.show(getattr(row, name)) for name in self.columns)]  # type: ignore[attr-defined]
+            [row.name, *(self._cell(row, name) for name in self.columns)]  # type: ignore[attr-defined]
             for row in shown
         ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -266,6 +318,10 @@ class Report(Generic[R]):
         ]
         ruled = [lines[0], "-" * len(lines[0]), *lines[1:]]
         return "\n".join([*ruled, self.explained, *self._footer(), *self.notes])
+
+    def _cell(self, row: Any, column: str) -> str:
+        value = getattr(row, column)
+        return f"{value:,}" if column == CALLS else self.show(value)
 
     def _has_numbers(self, row: Any) -> bool:
         return any(getattr(row, column) for column in self.columns)
@@ -285,13 +341,8 @@ class Report(Generic[R]):
             OptionError: `by` is none of these columns.
             StateError: the report is a difference, or not complete.
         """
-        self._complete()
-        if not self._stacks:
-            raise StateError(
-                "mod_tracker.to_html: a difference has no chart, since its amounts may be "
-                "negative. Draw the two reports that it was made from."
-            )
-        column = by or next(iter(self._stacks))
+        self._refuse_difference("to_html", "chart")
+        column = next(iter(self._stacks)) if by is None else by
         if column not in self._stacks:
             raise OptionError(
                 f"mod_tracker.to_html: by must be a column whose amounts add up; got {column!r}. "
@@ -333,7 +384,7 @@ class Report(Generic[R]):
         """Return a flat dict of numbers for loggers, such as `"Net.0/backward_flops": 64.0`.
 
         It has one number for each of the `columns` of each module, of "outside", and of the sums.
-        Each name ends with the unit: flops, s (seconds) or bytes.
+        Each name but that of `calls` ends with the unit: flops, s (seconds) or bytes.
 
         Args:
             by: column by which the largest modules are chosen.
@@ -342,15 +393,17 @@ class Report(Generic[R]):
         Raises:
             OptionError: there is no such column, or `limit` is negative or not an int.
         """
-        check_int("report", "limit", limit, 0, or_none="all modules")
+        check_int("scalars", "limit", limit, 0, or_none="all modules")
         unit, of_them = self.scalar_unit
-        rows = self.top(len(self.rows), by=by)
+        rows = self._sorted("scalars", by)
         shown: list[tuple[str, Any]] = [(row.name, row) for row in rows[:limit]]  # type: ignore[attr-defined]
         numbers = {
             f"{name}/{column}_{unit}": getattr(row, column) / of_them
             for name, row in [*shown, ("outside", self.outside)]
             for column in self.columns
+            if column != CALLS
         }
+        numbers |= {f"{name}/calls": float(row.calls) for name, row in shown}
         numbers |= {f"{name}_{unit}": amount / of_them for name, amount in self._sums().items()}
         if len(rows) > len(shown):
             numbers["modules_left_out"] = float(len(rows) - len(shown))
@@ -361,6 +414,9 @@ class Report(Generic[R]):
 
     def diff(self, other: Report[R]) -> Report[R]:
         """Return this report minus `other`; rows that one report lacks count as zero.
+
+        Every number of the result is a difference. A difference has no chart, timeline or
+        utilization: asking for one raises an error.
 
         Raises:
             OptionError: the reports are of different kinds.
@@ -374,7 +430,23 @@ class Report(Generic[R]):
         rows = {name: _difference(mine.get(name), theirs.get(name)) for name in {**mine, **theirs}}
         result = type(self)()
         result._fill(rows, self.total - other.total)
+        for name, figure in self._figures().items():
+            setattr(result, name, _less(figure, other._figures()[name]))
+        result.notes = tuple(dict.fromkeys((*self.notes, *other.notes)))
+        result._is_difference = True
         return result
+
+    def _figures(self) -> dict[str, Any]:
+        """Return the attributes that are numbers, or dicts of numbers, besides the rows."""
+        return {}
+
+    def _refuse_difference(self, function: str, what: str) -> None:
+        self._complete()
+        if self._is_difference:
+            raise StateError(
+                f"mod_tracker.{function}: a difference has no {what}, since its amounts may be "
+                "negative. Ask the two reports that it was made from."
+            )
 
     def _complete(self) -> dict[str, R]:
         if self._rows is None:
@@ -392,6 +464,12 @@ class Report(Generic[R]):
     def show(self, value: int) -> str:
         """Format a number with its unit, in three digits."""
         return with_unit(value, self.unit)
+
+
+def _less(mine: Any, theirs: Any) -> Any:
+    if isinstance(mine, dict):
+        return {key: mine.get(key, 0) - theirs.get(key, 0) for key in {**mine, **theirs}}
+    return mine - theirs if isinstance(mine, int) else mine
 
 
 def _difference(mine: Any, theirs: Any) -> Any:

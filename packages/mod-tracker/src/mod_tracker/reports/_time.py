@@ -122,7 +122,7 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
         torch.accelerator.synchronize(device)
         readings = [reading for reading in line.readings if reading[0] is not None]
         totals = totals_of(readings, _nanoseconds_between)
-    rows = phase_rows(totals)
+    rows = phase_rows(totals, tracker._attribution)
     report.notes = compiled_note(tracker._attribution, WHOLE) + nothing_called_note(rows)
     report._fill(rows, totals.total, {"total": totals.stacks})
 

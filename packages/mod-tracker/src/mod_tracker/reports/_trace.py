@@ -23,7 +23,7 @@ from .._errors import OptionError
 from .._listeners import Listener
 from .._record import Call, root_of
 from .._tracker import ModTracker
-from ._allocations import AllocationMode, measuring_storages
+from ._allocations import AllocationMode, DeviceMemory, measuring_storages
 from ._compiled import WHOLE, compiled_note, nothing_called_note
 from ._report import phase_rows, reporting
 from ._time import Timeline, TimeReport, totals_of
@@ -43,11 +43,11 @@ class TraceReport(TimeReport):
 
     @property
     def events(self) -> list[Event]:
-        """Trace events: "B" and "E" begin and end a slice, "C" is the memory counter.
+        """Trace events: "B" and "E" begin and end a slice, "C" is the memory counter of a device.
 
         A forward slice and the backward slices of the same call have the same `args["call"]`.
         """
-        self._complete()
+        self._refuse_difference("events", "timeline")
         if self._events is None:
             self._events = self._make()
         return self._events
@@ -83,12 +83,14 @@ class Slices:
             self._open.append(frame)
 
 
-def events_of(readings: list[tuple[int, Call, str]], live: list[tuple[int, int]]) -> list[Event]:
+def events_of(
+    readings: list[tuple[int, Call, str]], live: list[tuple[int, str, int]]
+) -> list[Event]:
     """Return slices and memory counter events in order of time.
 
     Args:
-        readings: pairs of nanoseconds and (call, phase) from then on.
-        live: pairs of nanoseconds and live bytes from then on.
+        readings: nanoseconds, and the call and phase from then on.
+        live: nanoseconds, a device, and its live bytes from then on.
     """
     origin = {"pid": os.getpid(), "tid": threading.get_native_id()}
     events: list[Event] = []
@@ -108,18 +110,16 @@ def events_of(readings: list[tuple[int, Call, str]], live: list[tuple[int, int]]
         )
 
     slices = Slices(partial(write, "B"), partial(write, "E"))
-    changes = [(reading[0], 0, place) for place, reading in enumerate(readings)]
-    for now_ns, live_bytes, place in sorted(
-        changes + [(now_ns, live_bytes, -1) for now_ns, live_bytes in live],
-        key=lambda change: change[0],
-    ):
-        if place >= 0:
-            slices.switch(*readings[place])
-        else:
+    changes: list[Any] = [*readings, *live]
+    for change in sorted(changes, key=lambda change: change[0]):
+        if isinstance(change[1], str):
+            now_ns, device, live_bytes = change
             events.append(
-                {"ph": "C", "ts": now_ns / 1000, **origin, "name": "memory"}
+                {"ph": "C", "ts": now_ns / 1000, **origin, "name": f"memory of {device}"}
                 | {"args": {"live bytes": live_bytes}}
             )
+        else:
+            slices.switch(*change)
     return events
 
 
@@ -181,7 +181,7 @@ def trace(
     """
     emitted = None if ranges is None else _emitter(ranges)
     report = TraceReport()
-    live: list[tuple[int, int]] = []
+    live: list[tuple[int, str, int]] = []
     with ModTracker(*roots) as tracker:
         attribution = tracker._attribution
         line = Timeline(attribution, time.perf_counter_ns)
@@ -190,8 +190,8 @@ def trace(
             if line.switch(call, phase) and emitted is not None:
                 emitted.switch(*line.readings[-1])
 
-        def count(live_bytes: int) -> None:
-            live.append((time.perf_counter_ns(), live_bytes))
+        def count(memory: DeviceMemory) -> None:
+            live.append((time.perf_counter_ns(), memory.device, memory.live))
 
         listener = line.switch if emitted is None else switch
         follow = (
@@ -208,6 +208,6 @@ def trace(
     totals = totals_of(line.readings, lambda begin, end: end - begin)
     report._events, report._make = None, partial(events_of, line.readings, live)
     missing = f"{WHOLE}, bytes that compiled code allocates are missing" if memory else WHOLE
-    rows = phase_rows(totals)
+    rows = phase_rows(totals, tracker._attribution)
     report.notes = compiled_note(attribution, missing) + nothing_called_note(rows)
     report._fill(rows, totals.total, {"total": totals.stacks})

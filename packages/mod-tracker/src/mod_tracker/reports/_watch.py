@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,19 +14,30 @@ from torch import is_grad_enabled, nn
 
 from .._attribution import Attribution
 from .._edges import tensors_in
-from .._errors import check_int
+from .._errors import OptionError, check_int
 from .._listeners import Listener, Subscription
 from .._numbers import bytes_shown
 from .._torch_compat import NO_TASK, graph_task, on_out_of_memory
 from .._tracker import ModTracker
-from ._allocations import AllocationMode, check_optimizer, measuring_storages, storages_of
+from ._allocations import (
+    AllocationMode,
+    DeviceMemory,
+    Place,
+    check_optimizer,
+    measuring_storages,
+    storages_of,
+)
 from ._allocator import allocators
-from ._compiled import compiled_note
+from ._compiled import UNSEEN_BYTES, compiled_note, functions_note
 from ._holders import what_is_held
 from ._memory_page import MemoryPage, tensor_shown
 from ._report import reporting
 
 _log = logging.getLogger("mod_tracker")
+
+
+Limit = int | Mapping[str, int] | None
+"""Bytes of each device, or of devices by name."""
 
 
 class MemoryWatch:
@@ -40,7 +51,7 @@ class MemoryWatch:
         self,
         tracker: ModTracker,
         optimizer: torch.optim.Optimizer | None,
-        limit_bytes: int | None = None,
+        limit_bytes: Limit = None,
     ) -> None:
         self._limit = limit_bytes
         self.pages: list[MemoryPage] = []
@@ -50,8 +61,8 @@ class MemoryWatch:
         self._given: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._steps = 0
         self._thread = threading.get_ident()
-        self._since: Counter[tuple[str, str]] = Counter()
-        self._grown: dict[tuple[str, str], int] = {}
+        self._since: Counter[Place] = Counter()
+        self._grown: dict[Place, int] = {}
         self._inputs: tuple[str, ...] = ()
         self._observed: MemoryPage | None = None
 
@@ -59,8 +70,13 @@ class MemoryWatch:
     def _attribution(self) -> Attribution:
         return self._tracker._attribution
 
-    def page(self, reason: str = "asked") -> MemoryPage:
-        """Return a page about the memory alive now. Slow: it visits every Python object."""
+    def page(self, reason: str = "asked", *, device: str = "") -> MemoryPage:
+        """Return a page about the memory alive now. Slow: it visits every Python object.
+
+        Args:
+            reason: first line of the page.
+            device: device that the page is about; see `MemoryPage.device`.
+        """
         held = what_is_held(self._mode, self._tracker.roots, self._optimizer, self._given)
         call, phase = self._attribution.locate()
         return MemoryPage(
@@ -69,9 +85,11 @@ class MemoryWatch:
             self._grown,
             self._steps,
             self._inputs,
-            compiled_note(self._attribution, "bytes that compiled code allocates are missing"),
+            compiled_note(self._attribution, UNSEEN_BYTES)
+            + functions_note(self._mode.compiled_in, UNSEEN_BYTES),
             running=f"{phase} of {call[0].name}" if call[0].name else "",
             allocators=allocators(held),
+            device=device if any(each.device == device for each in held) else "",
         )
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -91,16 +109,21 @@ class MemoryWatch:
         self._given = {id(storage): weakref.ref(storage) for _, storage in storages_of(given)}
         self._inputs = (", ".join(map(tensor_shown, given)), *self._inputs[:1])
 
-    def _above(self, live: int) -> None:
-        """Write a page the first time that the live bytes exceed the limit."""
-        if self._limit is not None and live > self._limit and not self.pages:
-            self.write(f"{bytes_shown(live)} is above the limit of {bytes_shown(self._limit)}")
+    def _above(self, memory: DeviceMemory) -> None:
+        """Write a page the first time that the live bytes of a device exceed its limit."""
+        limit = self._limit
+        if isinstance(limit, Mapping):
+            limit = limit.get(memory.device)
+        if limit is not None and memory.live > limit and not self.pages:
+            live, most = bytes_shown(memory.live), bytes_shown(limit)
+            self.write(f"{live} on {memory.device} is above the limit of {most}", memory.device)
 
     def _ran_out_on(self, device: int, asked: int, free: int) -> None:
         """Write a page when CUDA has no memory left, before torch raises; at most one per step."""
         if self._observed is None:
             wanted = f"{bytes_shown(asked)} requested, {bytes_shown(free)} free"
-            self._observed = self.write(f"memory ran out on cuda:{device}, {wanted}")
+            name = f"cuda:{device}"
+            self._observed = self.write(f"memory ran out on {name}, {wanted}", name)
 
     def _ran_out(self, error: BaseException) -> None:
         """Write a page for an error, unless the CUDA observer wrote it, and add it to the error."""
@@ -108,9 +131,9 @@ class MemoryWatch:
         if hasattr(error, "add_note"):
             error.add_note(str(page))
 
-    def write(self, reason: str) -> MemoryPage:
+    def write(self, reason: str, device: str = "") -> MemoryPage:
         """Log a page and add it to `pages`."""
-        page = self.page(reason)
+        page = self.page(reason, device=device)
         self.pages.append(page)
         _log.warning("%s", page)
         return page
@@ -120,7 +143,7 @@ class MemoryWatch:
 def watch_memory(
     *roots: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    limit_bytes: int | None = None,
+    limit_bytes: Limit = None,
 ) -> Iterator[MemoryWatch]:
     """Write a page about live memory: on request, above a limit, and when memory runs out.
 
@@ -136,11 +159,12 @@ def watch_memory(
     Args:
         roots: models to name before they are called; see `ModTracker`.
         optimizer: optimizer whose state to show.
-        limit_bytes: write a page when the live bytes that were allocated in the block first exceed
-            this.
+        limit_bytes: write a page when the live bytes of a device, of those allocated in the block,
+            first exceed this. A dict from devices to bytes limits each device by itself.
 
     Raises:
-        OptionError: `limit_bytes` is not a positive int, or `optimizer` has no state.
+        OptionError: `limit_bytes` is not a positive int, or a dict from devices to such ints, or
+            `optimizer` has no state.
 
     Example:
         >>> import torch
@@ -153,9 +177,9 @@ def watch_memory(
         (232, 16)
     """
     check_optimizer(optimizer, "watch_memory")
-    check_int("watch_memory", "limit_bytes", limit_bytes, 1, or_none="no limit")
+    limit = _checked(limit_bytes)
     with ModTracker(*roots) as tracker:
-        watch = MemoryWatch(tracker, optimizer, limit_bytes)
+        watch = MemoryWatch(tracker, optimizer, limit)
         guard = Subscription()
         outermost = Listener(pre_forward=guard._guard(watch._called), max_depth=1)
         end_observing = on_out_of_memory(watch._ran_out_on)
@@ -172,6 +196,31 @@ def watch_memory(
             raise
         finally:
             end_observing()
+
+
+def _checked(limit: Any) -> Limit:
+    """Return a limit with devices by full names.
+
+    Raises:
+        OptionError: it is no limit.
+    """
+    if not isinstance(limit, Mapping):
+        check_int("watch_memory", "limit_bytes", limit, 1, or_none="no limit")
+        checked: Limit = limit
+        return checked
+    by_name = {}
+    for device, size in limit.items():
+        check_int("watch_memory", f"limit_bytes[{device!r}]", size, 1)
+        try:
+            place = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise OptionError(
+                f"mod_tracker.watch_memory: a key of limit_bytes must be a device such as 'cuda:0' "
+                f"or 'cpu'; got {device!r}."
+            ) from None
+        index = "" if place.type in ("cpu", "meta") else f":{place.index or 0}"
+        by_name[f"{place.type}{index}"] = size
+    return by_name
 
 
 def is_out_of_memory(error: BaseException) -> bool:

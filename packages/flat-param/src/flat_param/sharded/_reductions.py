@@ -1,0 +1,383 @@
+"""Reductions of pieces over the ranks that have the other elements.
+
+Each is a collective. Norms are not reduced at once: `clip_grad_norm_` stacks the norms of all
+gradients and takes the norm of these, which is one collective. See `PieceNorm`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._errors import CommError, ParameterError
+from .._torch_compat import norms_of, without_torch_function
+from ..comm._comm import Communicator
+from ._param_piece import JoinedPieces, ParamPiece
+
+MAX, MIN, SUM = dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.SUM
+Part = ParamPiece | JoinedPieces
+
+
+class Trial:
+    """The trial step of an optimizer on empty pieces; see _first_step.py.
+
+    Attributes:
+        is_on: whether reductions stay on this rank.
+        called: which of "reduction" and "numel" the optimizer has called.
+    """
+
+    is_on = False
+    called: set[str] = set()  # noqa: RUF012  # replaced for each trial
+
+
+def over_ranks(name: str, piece: Part, value: Tensor, op: Any) -> Tensor:
+    """Reduce a value, of any shape, over the ranks that have elements of the tensor. Collective."""
+    return _over(name, piece, value, op, comms_of(name, piece))
+
+
+def any_of_initialised(piece: Part, local: Tensor) -> Tensor:
+    """Whether any element is true, while a parameter is initialised: every rank does so."""
+    comms = [comm for comm in piece.spread if comm.world_size > 1]
+    return _over("any", piece, local.any(), MAX, comms)
+
+
+def _over(name: str, piece: Part, value: Tensor, op: Any, comms: Sequence[Communicator]) -> Tensor:
+    if Trial.is_on:
+        Trial.called.add("reduction")
+        return value
+    if not comms:
+        return value
+    sent = value.to(piece.device, torch.uint8 if value.dtype == torch.bool else value.dtype)
+    sent = torch.view_as_real(sent) if sent.is_complex() else sent
+    sent = sent.clone(memory_format=torch.contiguous_format)
+    for comm in comms:
+        try:
+            comm.all_reduce(sent, op, of_unit=False).wait()
+        except RuntimeError as error:
+            raise CommError(
+                f"flat_param.fully_shard: {name} of parameter {piece.label} is computed over all "
+                f"ranks that have elements of it. Call it on every rank. ({error})"
+            ) from error
+    found = torch.view_as_complex(sent) if value.is_complex() else sent
+    return found.to(value.device, value.dtype)
+
+
+def comms_of(name: str, piece: Part) -> list[Communicator]:
+    """The communicators of a reduction; raises if a rank may not take part."""
+    if piece.may_miss_ranks and not piece.is_whole:
+        raise ParameterError(
+            f"flat_param.fully_shard: {name} was called with parameter {piece.label} or its "
+            "gradient, but optimizers skip it on ranks without elements, so not every rank takes "
+            "part. Use the module's clip_grad_norm_ for norms, or call full_tensor() of the "
+            "parameter on every rank."
+        )
+    spread = piece.spread[1:] if piece.is_whole else piece.spread
+    return [comm for comm in spread if comm.world_size > 1]
+
+
+def reduce_piece(
+    name: str, piece: Part, local: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """The result of a reduction over all elements, for plain `local` elements. Collective."""
+    return _REDUCTIONS[name](name, piece, local, args, kwargs)
+
+
+def _sum(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Tensor:
+    found = getattr(torch, name)(local, *args, **kwargs)
+    return over_ranks(name, piece, found, SUM)
+
+
+def _product(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Tensor:
+    return over_ranks(name, piece, torch.prod(local, *args, **kwargs), dist.ReduceOp.PRODUCT)
+
+
+def _mean(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Tensor:
+    dtype = kwargs.get("dtype") or local.dtype
+    values = local.to(_wide(dtype))
+    kept = ~values.isnan() if name == "nanmean" else torch.ones((), dtype=torch.bool)
+    count = kept.expand(values.shape).sum().to(values.device, values.dtype)
+    both = torch.stack([values.nansum() if name == "nanmean" else values.sum(), count])
+    total, number = over_ranks(name, piece, both, SUM)
+    return (total / number.real).to(dtype)
+
+
+def _variance(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Tensor:
+    given = [*args, *kwargs.values()]
+    correction = next((each for each in given if each is not None), True)
+    values = local.to(_wide(local.dtype))
+    count = torch.tensor(float(local.numel()), dtype=values.real.dtype, device=values.device)
+    total = over_ranks(name, piece, torch.stack([values.sum(), count.to(values.dtype)]), SUM)
+    mean, number = total[0] / total[1].real, total[1].real
+    apart = (values - mean).abs().square().sum()
+    found = over_ranks(name, piece, apart, SUM) / (number - float(correction)).clamp(min=0)
+    return (found.sqrt() if name == "std" else found).to(local.real.dtype)
+
+
+def _extreme(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Any:
+    if name == "aminmax":
+        least, most = (_extreme(each, piece, local, (), {}) for each in ("amin", "amax"))
+        return torch.return_types.aminmax((least, most))
+    is_max = name in ("max", "amax")
+    is_float = local.is_floating_point()
+    if local.dtype == torch.bool:
+        bounds: tuple[float, float] = (0, 1)
+    elif is_float:
+        bounds = (-math.inf, math.inf)
+    else:
+        bounds = (torch.iinfo(local.dtype).min, torch.iinfo(local.dtype).max)
+    start = local.new_full((), bounds[0] if is_max else bounds[1])
+    found = (local.amax() if is_max else local.amin()) if local.numel() else start
+    if not is_float:
+        return over_ranks(name, piece, found, MAX if is_max else MIN)
+    # Backends disagree about NaN, so it is exchanged beside the value.
+    sign = 1 if is_max else -1
+    sent = torch.stack(
+        [
+            sign * found.nan_to_num(sign * -math.inf, math.inf, -math.inf)
+            if found.isnan()
+            else sign * found,
+            found.isnan().to(found.dtype),
+        ]
+    )
+    value, is_nan = over_ranks(name, piece, sent, MAX)
+    return torch.where(is_nan > 0, torch.full_like(value, math.nan), sign * value)
+
+
+def _truth(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Tensor:
+    found = local.any() if name == "any" else local.all()
+    return over_ranks(name, piece, found, MAX if name == "any" else MIN)
+
+
+def _same(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> bool:
+    found = torch.tensor(getattr(torch, name)(local, *args, **kwargs), device=local.device)
+    return bool(over_ranks(name, piece, found, MIN))
+
+
+def _histogram(
+    name: str,
+    piece: Part,
+    local: Tensor,
+    args: Any,
+    kwargs: Any,
+) -> Tensor:
+    options: dict[str, Any] = {"bins": 100, "min": 0.0, "max": 0.0}
+    options |= dict(zip(options, args, strict=False)) | kwargs
+    if options["min"] == options["max"] == 0:
+        options["min"] = float(_extreme("amin", piece, local, (), {}))
+        options["max"] = float(_extreme("amax", piece, local, (), {}))
+    return over_ranks(name, piece, torch.histc(local, **options), SUM)
+
+
+def _dot(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Tensor:
+    return over_ranks(name, piece, getattr(torch, name)(local, *args), SUM)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch adds up elements of a dtype."""
+    return torch.promote_types(dtype, torch.float32) if dtype.itemsize < 4 else dtype
+
+
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("sum", "nansum", "count_nonzero"), _sum),
+    **dict.fromkeys(("mean", "nanmean"), _mean),
+    **dict.fromkeys(("std", "var"), _variance),
+    **dict.fromkeys(("max", "min", "amax", "amin", "aminmax"), _extreme),
+    **dict.fromkeys(("any", "all"), _truth),
+    **dict.fromkeys(("equal", "allclose"), _same),
+    **dict.fromkeys(("dot", "vdot"), _dot),
+    "prod": _product,
+    "histc": _histogram,
+}
+REDUCTIONS = frozenset(_REDUCTIONS)
+
+
+def found_inf_anywhere(pieces: Sequence[Part], found_inf: Tensor) -> None:
+    """Set `found_inf` on all ranks if it is set on one. Collective."""
+    comms: dict[Any, Communicator] = {}
+    for piece in pieces:
+        for comm in piece.all_comms:
+            comms.setdefault(comm.group, comm)
+    for comm in comms.values():
+        if comm.world_size > 1:
+            comm.all_reduce(found_inf, MAX, of_unit=False).wait()
+
+
+class _Linked(torch.autograd.Function):
+    """A value that stands in the graph where another tensor is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class PieceNorm(Tensor):
+    """Norms of this rank's elements of some pieces, which are reduced over ranks when read.
+
+    A stack of them remains unreduced, and the norm of that stack is one collective: it is the norm
+    of all elements. Ranks that have no gradient of some parameters can take part in it.
+    """
+
+    _parts: tuple[tuple[Any, int], ...]
+    _order: float
+
+    @classmethod
+    def of(cls, local: Tensor, parts: Sequence[tuple[Any, int]], order: float) -> PieceNorm:
+        """Norms, `()` or `(n,)`, of the pieces in `parts`; each has the number of its norms."""
+        found = local.as_subclass(cls)
+        found._parts, found._order = tuple(parts), order
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Stack norms, or reduce the norms among the arguments first."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point"):
+            with without_torch_function():
+                return func(*args, **kwargs)
+        if name in ("to", "float", "double", "detach", "cpu", "cuda") and isinstance(args[0], cls):
+            with without_torch_function():
+                found = func(args[0], *args[1:], **kwargs)
+                return cls.of(found, args[0]._parts, args[0]._order)
+        if name == "stack" and len(args) == 1 and not kwargs:
+            return _stacked(args[0])
+        first = args[0] if args else None
+        if name in NORM_ORDERS and isinstance(first, cls) and first._combines(name, args, kwargs):
+            return first._combined()
+        args, kwargs = _reduced((args, kwargs))
+        return func(*args, **kwargs)
+
+    def _combines(self, name: str, args: Any, kwargs: Any) -> bool:
+        order = order_of(name, args, kwargs)
+        return order == self._order and dims_of(name, args, kwargs) is None
+
+    def _combined(self) -> Tensor:
+        """The norm of all elements of all pieces. Collective."""
+        with without_torch_function():
+            powers = _powers(self.detach().as_subclass(Tensor).view(-1), self._order)
+            lists: dict[Any, tuple[list[Communicator], list[Tensor]]] = {}
+            for (piece, _), power in zip(self._parts, powers, strict=True):
+                comms = [comm for comm in getattr(piece, "spread", ()) if comm.world_size > 1]
+                key = tuple([comm.group for comm in comms])
+                lists.setdefault(key, (comms, []))[1].append(power)
+            op = MAX if self._order == math.inf else SUM
+            totals = []
+            for comms, each in lists.values():
+                total = _joined(torch.stack(each), self._order)
+                for comm in comms if not Trial.is_on else ():
+                    comm.all_reduce(total, op, of_unit=False).wait()
+                totals.append(total)
+            Trial.called.add("reduction")
+            every = torch.stack([each.to(totals[0].device) for each in totals])
+            return self._linked(_root(_joined(every, self._order), self._order).to(self.dtype))
+
+    def _linked(self, value: Tensor) -> Tensor:
+        """Have a backward through `value` reach these norms, which refuse it."""
+        return _Linked.apply(self.as_subclass(Tensor), value) if self.requires_grad else value
+
+    def reduced(self) -> Tensor:
+        """The norm of each piece. Collective."""
+        with without_torch_function():
+            local = self.detach().as_subclass(Tensor)
+            powers = _powers(local.view(-1), self._order)
+            op = MAX if self._order == math.inf else SUM
+            lists: dict[Any, list[int]] = {}
+            for index, (piece, _) in enumerate(self._parts):
+                comms = [] if piece is None else comms_of("norm", piece)
+                lists.setdefault(tuple([comm.group for comm in comms]), []).append(index)
+            for indices in lists.values():
+                piece = self._parts[indices[0]][0]
+                if piece is not None:
+                    powers[indices] = over_ranks("norm", piece, powers[indices], op)
+            return self._linked(_root(powers, self._order).view(local.shape).to(local.dtype))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.reduced().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.reduced()
+
+
+def _stacked(norms: Sequence[Tensor]) -> Any:
+    orders = {norm._order for norm in norms if isinstance(norm, PieceNorm)}
+    if len(orders) > 1 or any(norm.dim() for norm in norms):
+        return torch.stack([_reduced(norm) for norm in norms])
+    parts = [norm._parts[0] if isinstance(norm, PieceNorm) else (None, 1) for norm in norms]
+    with without_torch_function():
+        return PieceNorm.of(
+            torch.stack([norm.as_subclass(Tensor) for norm in norms]), parts, orders.pop()
+        )
+
+
+def _reduced(value: Any) -> Any:
+    if isinstance(value, PieceNorm):
+        return value.reduced()
+    if isinstance(value, (list, tuple)):
+        return type(value)([_reduced(each) for each in value])
+    if isinstance(value, dict):
+        return {key: _reduced(each) for key, each in value.items()}
+    return value
+
+
+def _powers(norms: Tensor, order: float) -> Tensor:
+    wide = norms.to(_wide(norms.dtype))
+    return wide.clone() if math.isinf(order) else wide.pow(order)
+
+
+def _joined(powers: Tensor, order: float) -> Tensor:
+    return powers.amax() if math.isinf(order) else powers.sum()
+
+
+def _root(powers: Tensor, order: float) -> Tensor:
+    return powers if math.isinf(order) else powers.pow(1 / order)
+
+
+NORM_ORDERS = {
+    "norm": "p",
+    "linalg_norm": "ord",
+    "linalg_vector_norm": "ord",
+    "vector_norm": "ord",
+    "_foreach_norm": "ord",
+}
+"""The argument with the order, by function."""
+
+
+def order_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+    """The order of a vector norm over all elements, above 0; None if it is another norm."""
+    order = kwargs.get(NORM_ORDERS[name], args[1] if len(args) > 1 else None)
+    if order is None or order == "fro":
+        return 2.0
+    return float(order) if isinstance(order, (int, float)) and order > 0 else None
+
+
+def dims_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The dimensions of a reduction; None: all."""
+    position = 2 if name in NORM_ORDERS else 1
+    return kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else None))
+
+
+def norms_of_pieces(
+    tensors: Sequence[Tensor], pieces: Sequence[Part | None], order: float
+) -> list[Tensor]:
+    """The norm of each tensor, which are plain, over ranks where it is a piece."""
+    at = [index for index, tensor in enumerate(tensors) if tensor.numel()]
+    found: list[Any] = [
+        tensor.new_zeros((), dtype=tensor.real.dtype if tensor.is_complex() else tensor.dtype)
+        for tensor in tensors
+    ]
+    if at:
+        filled = norms_of([tensors[index] for index in at], order)
+        for index, norm in zip(at, filled, strict=True):
+            found[index] = norm
+    for index, piece in enumerate(pieces):
+        if piece is not None:
+            found[index] = PieceNorm.of(found[index], [(piece, 1)], order)
+    return found

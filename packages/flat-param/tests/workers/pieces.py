@@ -1,0 +1,383 @@
+"""Parameters, gradients and state of a sharded module answer torch's functions as whole ones do."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import types
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._dynamo  # wraps torch.manual_seed
+import torch.distributed as dist
+from _harness import options_of, raises, run_checks, whole_state
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+import flat_param
+
+BOUNDARIES = ("element", "row", "tensor")
+
+
+class CautiousSGD(torch.optim.Optimizer):
+    """Reduces a mask, as optimizers with `caution=True` do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                moment = self.state[param].setdefault("moment", torch.zeros_like(param))
+                moment.lerp_(param.grad, 0.1)
+                mask = (moment * param.grad > 0).to(param.grad.dtype)
+                mask.div_(mask.mean().clamp_(min=1e-3))
+                param.add_(moment * mask, alpha=-self.param_groups[0]["lr"])
+
+
+class RootMeanSquare(torch.optim.SGD):
+    """Divides a norm by a power of the number of elements."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.sub_(param.grad * (param.norm() / param.numel() ** 0.5))
+
+
+def build() -> nn.Sequential:
+    """Layers of sizes that ranks divide unevenly; ranks have no element of some biases."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def pair(**options: Any) -> tuple[nn.Sequential, nn.Sequential]:
+    """The same module, plain and sharded."""
+    reference, model = build(), build()
+    for part in (model[0], model[2], model):
+        flat_param.fully_shard(part, **options)
+    return reference, model
+
+
+def backward(*models: nn.Module, step: int = 0) -> None:
+    """The same batch on each rank."""
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+    for model in models:
+        model(x).square().mean().backward()
+
+
+def tensors_of(reference: nn.Module, model: nn.Module) -> Iterator[tuple[Tensor, Any]]:
+    """Parameters and gradients of both."""
+    for whole, piece in zip(reference.parameters(), model.parameters(), strict=True):
+        yield whole.detach(), piece
+        yield whole.grad, piece.grad  # type: ignore[misc]
+
+
+REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+    **{
+        name: (lambda t, name=name: getattr(t, name)())
+        for name in ("sum", "mean", "norm", "max", "min", "amax", "amin", "std", "var", "nansum")
+    },
+    "prod": lambda t: t.prod(),
+    "count": lambda t: (t > 0).sum(),
+    "share": lambda t: (t > 0).float().mean(),
+    "nonzero": lambda t: t.count_nonzero(),
+    "finite": lambda t: torch.isfinite(t).all(),
+    "any": lambda t: (t > 0.1).any(),
+    "aminmax": lambda t: torch.stack([*torch.aminmax(t)]),
+    "norm 1": lambda t: t.norm(1),
+    "norm inf": lambda t: torch.linalg.vector_norm(t, math.inf),
+    "foreach": lambda t: torch._foreach_norm([t, t * 2])[1],
+    "foreach max": lambda t: torch._foreach_max([t])[0],
+    "power": lambda t: t.detach().double().pow(2).sum(),
+    "view": lambda t: t.flatten().abs().mean(),
+    "histogram": lambda t: torch.histc(t, bins=5),
+    "nan": lambda t: (t * math.nan).max(),
+    "bfloat16": lambda t: t.bfloat16().mean(),
+    "dot": lambda t: t.flatten().dot(t.flatten()),
+}
+
+
+def check_reductions_are_of_all_ranks(rank: int, world: int) -> None:
+    """Of parameters, gradients, and elementwise results of every dtype."""
+    for boundary, way in (("element", "ZeRO-3"), ("element", "replicated")):
+        reference, model = pair(boundary=boundary, **options_of(way))
+        backward(reference, model)
+        for whole, piece in tensors_of(reference, model):
+            for name, call in REDUCTIONS.items():
+                expected, found = call(whole).float(), call(piece).float()
+                near = torch.allclose(found, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+                assert near, (name, found, expected)
+            assert torch.equal(piece, piece.clone())
+            assert not torch.equal(piece, piece + 1)
+
+
+def check_whole_tensors_are_on_every_parameter(rank: int, world: int) -> None:
+    """`full_tensor()` of parameters, gradients and state, cut in any way, is the plain one."""
+    for boundary in BOUNDARIES:
+        reference, model = pair(boundary=boundary)
+        backward(reference, model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for whole, piece in zip(reference.parameters(), model.parameters(), strict=True):
+            assert torch.equal(piece.full_tensor(), whole), boundary  # type: ignore[operator]
+            assert piece.to_local().numel() == piece.numel()  # type: ignore[operator]
+            if boundary == "element":
+                assert torch.equal(piece.grad.full_tensor(), whole.grad)  # type: ignore[arg-type, union-attr, operator]
+        optimizer.step()
+        if boundary == "element":
+            for param in model.parameters():
+                moment = optimizer.state[param]["exp_avg"]
+                assert torch.allclose(moment.full_tensor(), 0.1 * param.grad.full_tensor())  # type: ignore[union-attr, operator]
+
+
+def check_initialisers_draw_the_whole(rank: int, world: int) -> None:
+    """The same values as in one process, from the same seed."""
+
+    def reset(module: nn.Module) -> None:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    def by(name: str) -> Callable[[nn.Module], None]:
+        def init(module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                getattr(nn.init, name)(module.weight)
+                nn.init.zeros_(module.bias)
+
+        return init
+
+    def own(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(0.0, 0.02)
+            nn.init.constant_(module.bias, 2.0)
+
+    names = ("xavier_uniform_", "xavier_normal_", "kaiming_normal_", "kaiming_uniform_")
+    more = ("trunc_normal_", "orthogonal_", "normal_", "uniform_", "ones_")
+    for init in (reset, own, *map(by, names + more)):
+        for boundary in BOUNDARIES:
+            reference, model = pair(boundary=boundary)
+            for each in (reference, model):
+                torch.manual_seed(5)
+                each.apply(init)
+            for name, value in whole_state(model).items():
+                assert torch.equal(value, reference.state_dict()[name]), (init, boundary, name)
+    reference, model = pair()
+    noise = []
+    for each in (reference, model):
+        torch.manual_seed(6)
+        noise.append([torch.randn_like(param) for param in each.parameters()])
+    for whole, piece in zip(*noise, strict=True):
+        assert torch.equal(piece.full_tensor(), whole)  # type: ignore[operator]
+
+
+def check_what_needs_the_whole_is_refused(rank: int, world: int) -> None:
+    """In one sentence that names `full_tensor()`, also for copies and elementwise results."""
+    _, model = pair()
+    backward(model)
+    param: Any = model[0].weight
+    for tensor in (param, param.grad, param.detach() * 2, param.data.bool()):
+        calls: dict[str, Callable[[Any], Any]] = {
+            "__getitem__": lambda t: t[0],
+            "__setitem__": lambda t: t.__setitem__(0, 1),
+            "numpy": lambda t: t.detach().numpy(),
+            "tolist": lambda t: t.tolist(),
+            "item": lambda t: t.item(),
+            "sort": lambda t: t.sort(),
+            "median": lambda t: t.median(),
+            "cumsum": lambda t: t.cumsum(0),
+            "argmax": lambda t: t.argmax(),
+            "unbind": lambda t: list(t),
+            "nonzero": lambda t: t.nonzero(),
+            "roll": lambda t: t.roll(1),
+            "matmul": lambda t: t @ t.T,
+            "all_reduce": lambda t: dist.all_reduce(t.data),
+            "broadcast": lambda t: dist.broadcast(t.detach(), 0),
+            "all_gather": lambda t: dist.all_gather([t.to_local()] * world, t),
+        }
+        for call in calls.values():
+            text = "Call full_tensor() on every rank"
+            raises(flat_param.ParameterError, text, lambda c=call, t=tensor: c(t))
+    assert "elements 0 to" in repr(param) or "no element" in repr(param) or rank
+    raises(flat_param.StateError, "the loss was computed with it", param.norm().backward)
+    raises(flat_param.StateError, "computes with it", lambda: param * torch.ones(1, 9, 9))
+
+
+MODULES = (
+    *("torch", "torch.optim", "torch.optim.optimizer", "torch.optim.adamw", "torch.amp"),
+    *("torch.amp.grad_scaler", "torch.nn", "torch.nn.init", "torch.nn.utils"),
+    *("torch.nn.utils.clip_grad", "torch.nn.modules.module", "torch.utils._foreach_utils"),
+    *("torch.distributed", "torch.distributed.distributed_c10d"),
+)
+
+
+def snapshot() -> dict[str, Any]:
+    """Every function, method and closure cell of the modules that code of torch uses."""
+    found: dict[str, Any] = {}
+
+    def note(name: str, value: Any) -> None:
+        found[name] = value
+        for index, cell in enumerate(getattr(value, "__closure__", None) or ()):
+            found[f"{name}<{index}>"] = cell.cell_contents
+        found[f"{name}.__wrapped__"] = getattr(value, "__wrapped__", None)
+
+    for module in map(importlib.import_module, MODULES):
+        for name, value in vars(module).items():
+            if type(value) in (types.FunctionType, types.BuiltinFunctionType):
+                note(f"{module.__name__}.{name}", value)
+            elif issubclass(type(value), type):
+                for key, method in vars(value).items():
+                    if callable(method) or isinstance(method, (classmethod, property)):
+                        note(f"{module.__name__}.{name}.{key}", method)
+    for name, method in vars(torch.Tensor).items():
+        note(f"Tensor.{name}", method)
+    return found
+
+
+BEFORE = snapshot()
+
+
+def check_nothing_of_torch_is_replaced(rank: int, world: int) -> None:
+    """By `fully_shard`, a step, clipping, scaling and a state dict."""
+    _, model = pair()
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(2, 5)).sum()).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.load_state_dict(optimizer.state_dict())
+    after = snapshot()
+    different = [name for name, value in BEFORE.items() if after.get(name) is not value]
+    assert not different, different
+
+
+def check_optimizers_train_as_on_whole_tensors(rank: int, world: int) -> None:
+    """torch's elementwise ones, one by one, foreach and fused, and one that reduces a mask."""
+    optim = torch.optim
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        *((kind, {}) for kind in (optim.SGD, optim.Adagrad, optim.Adam, optim.AdamW)),
+        *((kind, {}) for kind in (optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop)),
+        *((kind, {}) for kind in (optim.ASGD, optim.Adadelta, optim.Rprop, CautiousSGD)),
+        *((kind, {"foreach": True}) for kind in (optim.SGD, optim.Adam, optim.RMSprop)),
+        *((kind, {"fused": True}) for kind in (optim.SGD, optim.AdamW, optim.Adagrad)),
+    ]
+    for kind, options in kinds:
+        for boundary in ("element", "tensor"):
+            reference, model = pair(boundary=boundary)
+            optimizers = [kind(m.parameters(), lr=0.01, **options) for m in (reference, model)]
+            for step in range(3):
+                for each, optimizer in zip((reference, model), optimizers, strict=True):
+                    optimizer.zero_grad()
+                    backward(each, step=step)
+                    optimizer.step()
+            for name, value in whole_state(model).items():
+                assert torch.equal(value, reference.state_dict()[name]), (kind, options, boundary)
+
+
+def check_lbfgs_steps_over_all_ranks(rank: int, world: int) -> None:
+    """Through products and norms of all gradients together; close, as sums are in other orders."""
+    for search in (None, "strong_wolfe"):
+        reference, model = pair()
+        for each in (reference, model):
+            optimizer = torch.optim.LBFGS(each.parameters(), max_iter=5, line_search_fn=search)
+
+            def closure(each: Any = each, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = each(torch.linspace(-1, 1, 20).view(4, 5)).square().mean()
+                loss.backward()
+                return loss
+
+            for _ in range(3):
+                optimizer.step(closure)
+        for name, value in whole_state(model).items():
+            assert torch.allclose(value, reference.state_dict()[name], atol=1e-4), (search, name)
+
+
+def check_root_mean_squares_are_refused_before_a_step(rank: int, world: int) -> None:
+    """`numel()` counts this rank's elements. On whole tensors it steps as on plain ones."""
+    _, model = pair()
+    backward(model)
+    before = whole_state(model)
+    step = RootMeanSquare(model.parameters(), lr=0.1).step
+    raises(flat_param.ParameterError, "numel() counts the elements of this rank", step)
+    assert all(torch.equal(value, before[name]) for name, value in whole_state(model).items())
+    reference, model = pair(boundary="tensor")
+    backward(reference, model)
+    for each in (reference, model):
+        RootMeanSquare(each.parameters(), lr=0.1).step()
+    for name, value in whole_state(model).items():
+        assert torch.allclose(value, reference.state_dict()[name])
+
+
+def check_averages_of_parameters(rank: int, world: int) -> None:
+    """torch's moving average, over lists of parameters and over state dicts."""
+    reference, model = pair()
+    averages = []
+    for each in (reference, model):
+        kept = [param.detach().clone() for param in each.parameters()]
+        torch._foreach_add_(kept, 1.0)
+        get_ema_multi_avg_fn(0.9)(kept, [param.detach() for param in each.parameters()], 1)
+        averages.append(kept)
+    for whole, piece in zip(*averages, strict=True):
+        assert torch.equal(piece.full_tensor(), whole)  # type: ignore[operator]
+
+
+def check_clipping_and_norms_of_any_boundary(rank: int, world: int) -> None:
+    """torch's own `clip_grad_norm_` is right where each rank has some gradient."""
+    for boundary in BOUNDARIES:
+        for foreach in (None, False):
+            for order in (1.0, 2.0, math.inf):
+                reference, model = pair(boundary=boundary)
+                backward(reference, model)
+                norms = [
+                    nn.utils.clip_grad_norm_(each.parameters(), 0.1, order, foreach=foreach)
+                    for each in (reference, model)
+                ]
+                assert torch.isclose(*norms, rtol=1e-5), (boundary, order, norms)
+                clipped = model.clip_grad_norm_(1e9, order)  # type: ignore[operator]
+                assert torch.isclose(clipped, norms[0].clamp(max=0.1), rtol=1e-3), boundary
+
+
+def check_reduction_on_one_rank_alone_raises(rank: int, world: int) -> None:
+    """After the timeout of the group, with a message that says who must call it."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = flat_param.fully_shard(nn.Linear(8, 8), mesh=mesh)
+    if rank == 0:
+        raises(flat_param.CommError, "Call it on every rank", model.weight.detach().sum)
+    dist.barrier()
+
+
+def check_zero_bubble_pipelines_are_refused(rank: int, world: int) -> None:
+    """torch looks for parameters of the graph, and finds none."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    _, model = pair()
+    x = torch.ones(2, 5, requires_grad=True)
+    loss = model(x).sum()
+    raises(
+        flat_param.StateError,
+        "Use a schedule with whole backwards",
+        lambda: stage_backward_input([loss], None, [x], model.parameters()),
+    )
+    loss.backward()
+
+
+def check_adagrad_saved_before_a_step_comes_back(rank: int, world: int) -> None:
+    """Its state exists before hooks of a step do."""
+    _, model = pair()
+    state = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5).state_dict()
+    other = torch.optim.Adagrad(model.parameters())
+    other.load_state_dict(state)
+    backward(model)
+    other.step()
+    grad: Any = model[0].weight.grad
+    found = other.state[model[0].weight]["sum"].full_tensor()
+    assert torch.allclose(found, 0.5 + grad.full_tensor().square())
+
+
+if __name__ == "__main__":
+    run_checks(globals())
