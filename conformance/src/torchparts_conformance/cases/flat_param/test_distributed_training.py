@@ -97,7 +97,8 @@ def _used_by_first_only(part: Any, rank: int, world_size: int) -> list[Any]:
     expected = torch.cat([p.grad.flatten() for p in reference.unused.parameters()])
     pieces = [p.grad for p in model.unused.parameters() if p.numel()]  # parts that this rank holds
     has = [piece is not None for piece in pieces]
-    held = [value for piece in pieces if piece is not None for value in piece.flatten().tolist()]
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in pieces if p is not None]
+    held = [value for piece in local for value in piece.flatten().tolist()]
     idle = [p.grad is None for p in model.inner.parameters()]
     return [all(idle), all(has), held, expected.tolist()]
 
