@@ -2,7 +2,7 @@
 
     python docs/examples/adamw_8bit.py            # starts torchrun
 
-Claim: weights are bit-identical to one process; with shards that cut blocks, they are not.
+Claim: weights are bit-identical to one process; shards that cut blocks are refused.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ def worker() -> None:
     halves = list(torch.randn(2, 8, 15, generator=torch.Generator().manual_seed(1)))
     alone, mine = train(halves).values(), [halves[dist.get_rank()]]
     blocks = train(mine, boundary=flat_param.Blocks(BLOCK)).values()
-    elements = train(mine, boundary="element").values()
-    assert all(map(torch.equal, blocks, alone)) and not all(map(torch.equal, elements, alone))
+    assert all(map(torch.equal, blocks, alone))
+    try:
+        train(mine, boundary="element")
+    except flat_param.ParameterError as error:
+        assert "full_tensor()" in str(error)
+    else:
+        raise AssertionError("a scale of a part of a block was computed")
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
 from collections import defaultdict, deque
@@ -499,3 +500,19 @@ def test_module_with_an_iterator_is_refused() -> None:
     model.register_forward_pre_hook(lambda *_: pytest.fail("a step runs"))
     with pytest.raises(BudgetError, match=r"attribute 'rates' of a Transformer.* list_iterator"):
         fit_(model, X, "50%")
+
+
+def test_no_copy_of_memory_stays_alive_after_fit():
+    """Also without a garbage collection, which may come much later."""
+    gc.collect()
+    gc.disable()
+    try:
+        layer = nn.TransformerEncoderLayer
+        model = nn.Sequential(*[layer(32, 4, batch_first=True) for _ in range(4)])
+        batch = torch.randn(4, 16, 32)
+        known = {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)}
+        assert fit_(model, batch, "80%")
+        kept = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        assert [each.shape for each in kept if id(each) not in known and each.numel() > 8] == []
+    finally:
+        gc.enable()

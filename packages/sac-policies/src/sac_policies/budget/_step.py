@@ -146,7 +146,7 @@ class Step:
         reset: Reset | None = None,
     ) -> None:
         self.model, self._optimizer, self._reset = model, optimizer, reset
-        self._loss = loss or self._default_loss
+        self._loss = loss
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if optimizer is not None:
             check_optimizer(optimizer, self.device)
@@ -189,7 +189,9 @@ class Step:
 
     def _run(self, call: Callable[..., Any], marks: Marks | None = None) -> None:
         with self._rollback.watching():
-            loss = self._loss(call(*self._batches.args, **self._batches.kwargs))
+            out = call(*self._batches.args, **self._batches.kwargs)
+            loss = self._default_loss(out) if self._loss is None else self._loss(out)
+            del out  # backward frees what the loss does not read
             self._rollback.before_backward(loss)
             if marks is not None:
                 marks.mark(BACKWARD)

@@ -59,7 +59,12 @@ class Rollback(AbstractContextManager["Rollback"]):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._until.close()
+        try:
+            self._until.close()
+        finally:  # copies of memory would stay alive with whoever holds this context
+            self._parameters, self._tensors, self._grads = [], [], {}
+            self._writes, self._hooks = Writes(), HooksOff()
+            del self._objects, self._generators
 
     def restore(self) -> None:
         """Put everything back, except for gradients and hooks; called before each trial."""
