@@ -95,24 +95,6 @@ def _no_steps(values: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in values.items() if not k.endswith("step")}
 
 
-def check_state_before_the_first_step_is_saved_whole(rank: int, world: int) -> None:
-    """Adagrad makes its state at construction; a checkpoint has it in the parameters' shapes."""
-    model = sharded(3)
-    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
-    path = f"{FOLDER}/adagrad"
-    dcp.save({"optim": optimizer.state_dict()}, checkpoint_id=path)
-    shapes = [tuple(param.full_tensor().shape) for param in model.parameters()]
-    whole = {f"optim.state.{index}.sum": torch.zeros(shape) for index, shape in enumerate(shapes)}
-    dcp.load(whole, checkpoint_id=path)
-    assert all(bool((value == 0.5).all()) for value in whole.values())
-    state = {"optim": optimizer.state_dict()}
-    for value in state["optim"]["state"].values():
-        value["sum"].fill_(2.0)
-    dcp.load(state, checkpoint_id=path)
-    for param in model.parameters():
-        assert bool((optimizer.state[param]["sum"].to_local() == 0.5).all())
-
-
 def check_async_save_beside_training(rank: int, world: int) -> None:
     """With a separate process group, as the page says."""
     model, optimizer = trained(3)

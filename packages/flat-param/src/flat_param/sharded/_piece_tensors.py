@@ -110,12 +110,9 @@ def _text(tensor: Tensor) -> str:
 
 
 def _asks_for_whole(frame: Any) -> bool:
-    """Whether code that initialises parameters, or a checkpoint's planner, reads a shape."""
-    name = frame.f_globals.get("__name__", "")
+    """Whether code that initialises parameters reads a shape."""
     return (
-        name == "torch.nn.init"
-        or name.startswith("torch.distributed.checkpoint")
-        or frame.f_code.co_name in _INITIALISERS
+        frame.f_globals.get("__name__") == "torch.nn.init" or frame.f_code.co_name in _INITIALISERS
     )
 
 
@@ -439,19 +436,6 @@ class Piece(Tensor):
             return present(self).__reduce_ex__(protocol)
         return stored.__reduce_ex__(protocol)
 
-    # torch.distributed.checkpoint asks these, such as for state of an optimizer before its first
-    # step.
-
-    def __create_write_items__(self, fqn: str, _: object) -> Any:
-        shard = present(self)
-        return shard.__create_write_items__(fqn, shard)
-
-    def __create_chunk_list__(self) -> Any:
-        return present(self).__create_chunk_list__()
-
-    def __get_tensor_shard__(self, index: Any) -> Any:
-        return present(self).__get_tensor_shard__(index)
-
 
 class PieceParameter(nn.Parameter):
     """A parameter between steps: this rank's elements, which an optimizer updates."""
@@ -467,9 +451,6 @@ class PieceParameter(nn.Parameter):
         return found
 
     __reduce_ex__ = Piece.__reduce_ex__
-    __create_write_items__ = Piece.__create_write_items__
-    __create_chunk_list__ = Piece.__create_chunk_list__
-    __get_tensor_shard__ = Piece.__get_tensor_shard__
 
 
 allow_foreach(PieceParameter)
