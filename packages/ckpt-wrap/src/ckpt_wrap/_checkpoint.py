@@ -200,7 +200,7 @@ class Call:
             self.state.drop()
             return
         once: dict[int, Saved | None] = {}
-        # Weights that were found in forward are as they were found.
+        # Recomputation uses the weights that forward used.
         versions = self._versions + [version_of(t) for t in tensors[len(self._versions) :]]
         for tensor, version in zip(tensors, versions, strict=True):
             if id(tensor) not in once:

@@ -156,7 +156,8 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 def is_torchs_recompute() -> bool:
     """Whether torch's checkpoint runs a forward again in this thread.
 
-    Its reentrant kind does so in a node of its own. The other kind has hooks of its own meanwhile.
+    The reentrant kind recomputes in a `CheckpointFunction` node. The other kind recomputes under
+    saved-tensor hooks named `_recomputation_hook`.
     """
     hooks = top_saved_hooks()
     if hooks is not None and _qualified(hooks[0]).startswith("_recomputation_hook."):
