@@ -106,9 +106,9 @@ CASES = {
         lambda: checkpoint_(nn.ReLU(), policy=3),
         OptionError,
         "checkpoint_: option 'policy' needs checkpoint_fn=, which receives it; options without it "
-        "are preserve_rng_state, context_fn, determinism_check, early_stop. For a policy of "
-        "sac-policies, pass checkpoint_fn=sac_policies.checkpoint; for the debug= of torch's "
-        "checkpoint, checkpoint_fn=torch.utils.checkpoint.checkpoint, use_reentrant=False.",
+        "are use_reentrant, preserve_rng_state, context_fn, determinism_check, early_stop. For a "
+        "policy of sac-policies, pass checkpoint_fn=sac_policies.checkpoint; for the debug= of "
+        "torch's checkpoint, checkpoint_fn=torch.utils.checkpoint.checkpoint, use_reentrant=False.",
     ),
     "determinism_check": (
         lambda: checkpoint_(nn.ReLU(), determinism_check="nope"),
@@ -203,7 +203,7 @@ def test_a_number_is_an_int_of_at_least_zero(name, value):
             ModuleError,
             r"module '2' \(ModuleList\) has no forward",
         ),
-        (lambda model: checkpoint_(model, True), TypeError, "positional argument"),
+        (lambda model: checkpoint_(model, True), OptionError, "'checkpoint_impl' is True"),
         (lambda model: offload_(model, "cpu"), TypeError, "positional argument"),
         (lambda model: offload_(model, pin_memory=True), TypeError, "pin_memory"),
     ],

@@ -31,18 +31,25 @@ def apply_activation_checkpointing(
 
     The model itself is never wrapped. A module found in several places is wrapped once, and all
     places get the same wrapper. A module that has this kind of wrapper already keeps it. All
-    wrappers are made before the first one is set.
+    wrappers are made before the first one is set. For the repeated blocks of a model, without a
+    wrapper around them, call `checkpoint_layers_`.
 
     Args:
         model: the model to change.
-        checkpoint_wrapper_fn: makes the wrapper from the module.
-        check_fn: whether to wrap a module.
+        checkpoint_wrapper_fn: makes the wrapper, called with the module, and with the options that
+            torch's `CustomPolicy` returns for it. `checkpoint_` and `offload_` can be passed.
+        check_fn: called with each module below the model; whether to wrap it. The default wraps
+            every module, each layer in a separate region: pass a function that selects blocks.
         auto_wrap_policy: instead of `check_fn`: one of torch's policies, or a function called as
-            `policy(module=..., recurse=..., nonwrapped_numel=...)`.
+            `policy(module=..., recurse=..., nonwrapped_numel=...)`, with the number of elements of
+            parameters that are not wrapped yet.
 
     Raises:
         ModuleError: `model`, or the result of `checkpoint_wrapper_fn`, is not an `nn.Module`.
         PolicyError: `check_fn` or `auto_wrap_policy` is not one of the above.
+
+    Warns:
+        UserWarning: no module is selected, so nothing is wrapped.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())

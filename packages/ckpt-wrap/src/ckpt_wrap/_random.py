@@ -64,7 +64,7 @@ class _Remembered:
 
 def _python() -> Source:
     generator: Any = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
-    memory = (lambda: _memory_of(generator)) if _has_memory() else (lambda: None)
+    memory = functools.partial(_memory_of, generator) if _has_memory() else lambda: None
     remembered = _Remembered(random.getstate, random.setstate, memory)
     return Source(remembered.state, remembered.set_state)
 
@@ -92,9 +92,8 @@ def _has_memory() -> bool:
 def _numpy(module: Any) -> Source:
     get = functools.partial(module.get_state, legacy=False)
     # The second number of a normal draw is kept elsewhere: a state that has none is known.
-    remembered = _Remembered(
-        get, module.set_state, lambda: _numpy_memory(module), lambda state: not state["has_gauss"]
-    )
+    memory = functools.partial(_numpy_memory, module)
+    remembered = _Remembered(get, module.set_state, memory, lambda state: not state["has_gauss"])
     return Source(remembered.state, remembered.set_state)
 
 
