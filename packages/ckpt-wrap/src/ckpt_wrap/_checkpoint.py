@@ -253,9 +253,11 @@ class Call:
         cause = None
         try:
             if None not in self._saved:
-                unique = {id(saved): saved for saved in self._saved if saved is not None}
-                unpacked = {key: saved.unpack() for key, saved in unique.items()}
-                return [unpacked[id(saved)] for saved in self._saved]
+                unpacked: dict[Saved | None, torch.Tensor] = {}  # each once, as hooks see it
+                for saved in self._saved:
+                    if saved is not None and saved not in unpacked:
+                        unpacked[saved] = saved.unpack()
+                return list(map(unpacked.__getitem__, self._saved))
         except RuntimeError as error:
             if "inplace operation" not in str(error) or isinstance(error, RecomputeError):
                 raise
@@ -419,7 +421,7 @@ class _SecondRun:
             ):
                 self.failure = self._mismatch(index, found, wanted)
                 raise self.failure
-        value = _detached(tensor)
+        value = tensor.detach() if tensor.requires_grad else tensor
         slot = region._slots[index]()
         if slot is not None:
             slot.value = value
@@ -447,17 +449,13 @@ class _SecondRun:
         if self._region._check and self._region.finished:
             self.failure = self._region.error("more", self._expected)
             raise self.failure
-        return _detached(tensor)
+        return tensor.detach() if tensor.requires_grad else tensor
 
     def require_complete(self) -> None:
         if self.failure is not None:  # the module caught it
             raise self.failure
         if self._region._check and self._seen < self._expected:
             raise self._region.error(self._seen, self._expected)
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ present ones are put back. So a counter advances once, and changes since forward
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -449,9 +450,11 @@ class ModuleState:
     def settle(self) -> bool:
         """Choose tensors at the end of forward; return whether recomputation can repeat it."""
         self._phase = "end"
+        can_repeat = True
         for kept in self._kept.values():
             kept.end()
-        return all(kept.value is not None for kept in self._kept.values())
+            can_repeat &= kept.value is not None
+        return can_repeat
 
     def drop(self) -> None:
         """Forget everything: nothing will be recomputed."""
@@ -479,8 +482,8 @@ class ModuleState:
                 raise self._changed_tensor(kept)
         fresh: dict[int, torch.Tensor] = {}
         fill = Copier(lambda leaf: _value(leaf, fresh), _is_data)
-        filled = [place for place in self._empty if place]  # by other code, since forward
-        places = self._places + [_Place(table, {}) for table in filled]
+        filled = list(filter(None, self._empty))  # by other code, since forward
+        places = [*self._places, *map(_Place, filled, itertools.repeat({}))]
         before: list[tuple[_Place, dict[str, Any]]] = []
         given = [table[name] for table, name in self._given]
         states = [(source, source.state()) for source, _ in self._sources.values()]
