@@ -46,7 +46,7 @@ def apply_activation_checkpointing(
 
     Raises:
         ModuleError: `model`, or the result of `checkpoint_wrapper_fn`, is not an `nn.Module`.
-        PolicyError: `check_fn` or `auto_wrap_policy` is not one of the above.
+        PolicyError: one of the other arguments is not what is described above.
 
     Warns:
         UserWarning: no module is selected, so nothing is wrapped.
@@ -62,6 +62,12 @@ def apply_activation_checkpointing(
         raise PolicyError(
             f"ckpt_wrap.apply_activation_checkpointing: option 'check_fn' is {check_fn!r}, but it "
             "must be a function of a module. Pass such a function."
+        )
+    if not callable(checkpoint_wrapper_fn):
+        raise PolicyError(
+            "ckpt_wrap.apply_activation_checkpointing: option 'checkpoint_wrapper_fn' is "
+            f"{checkpoint_wrapper_fn!r}, but it must be a function that wraps a module. Pass "
+            "checkpoint_wrapper or offload_wrapper."
         )
     targets = _select(model, check_fn, auto_wrap_policy)
     names = {module: name for name, module in model.named_modules()}

@@ -38,7 +38,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from ckpt_wrap._ambient import capture, replay, running
 from ckpt_wrap._arguments import Arguments, warn_if_grown
-from ckpt_wrap._errors import RecomputeError, describe, owner
+from ckpt_wrap._errors import OptionError, RecomputeError, describe, owner
 from ckpt_wrap._module_state import ModuleState
 from ckpt_wrap._options import CheckpointOptions
 from ckpt_wrap._torch_compat import (
@@ -157,6 +157,7 @@ class Call:
         self.arguments = Arguments(args, kwargs)
         self.contexts = options.context_fn()
         if options.context_fn is not noop_context_fn:
+            self._require_two_contexts()
             bypass_hooks(self.contexts[0])
         self.state = ModuleState(
             self.module,
@@ -172,6 +173,15 @@ class Call:
         self._running = True  # forward
         self._versions: list[int] = []
         self._saved: list[Saved | None] = []  # None: changed by forward
+
+    def _require_two_contexts(self) -> None:
+        made: Any = self.contexts
+        if not isinstance(made, (tuple, list)) or len(made) != 2:
+            raise OptionError(
+                f"ckpt_wrap.checkpoint_: option 'context_fn' returned {made!r} for module "
+                f"{self.where}, but it must return two context managers. Return one for forward "
+                "and one for recomputation."
+            )
 
     @property
     def where(self) -> str:

@@ -6,6 +6,7 @@ A message begins with `ckpt_wrap.<function>: ` and ends with what to do.
 from __future__ import annotations
 
 import contextlib
+import reprlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -97,8 +98,8 @@ def require_module(value: object, function: str) -> None:
         several = isinstance(value, (list, tuple, set, dict))
         advice = "Call it for each module." if several else "Pass the module itself."
         raise ModuleError(
-            f"ckpt_wrap.{function}: module is {value!r} of type {type(value).__name__}, but it "
-            f"must be an nn.Module. {advice}"
+            f"ckpt_wrap.{function}: module is {reprlib.repr(value)} of type "
+            f"{type(value).__name__}, but it must be an nn.Module. {advice}"
         )
 
 

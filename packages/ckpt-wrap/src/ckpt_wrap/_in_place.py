@@ -66,7 +66,9 @@ def checkpoint_(module: M, *args: Any, **options: Any) -> M:
             recomputed tensor with the one it replaces; "none" does not, so a forward that differs
             gives wrong gradients without an error.
         early_stop: end recomputation at the last tensor that backward needs. Code after it, and
-            hooks of the module's last layers, then run once.
+            forward hooks of the last layers, then run once.
+        debug: only with `checkpoint_fn=torch.utils.checkpoint.checkpoint, use_reentrant=False`,
+            which prints the operators of both runs if they differ.
         **checkpoint_fn_options: further options of `checkpoint_fn`. It also receives those of the
             options above that differ from their default.
 

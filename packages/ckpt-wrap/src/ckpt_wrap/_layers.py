@@ -131,8 +131,8 @@ def _found(model: nn.Module, every: int) -> Selected:
     if not selected:
         raise ModuleError(
             f"ckpt_wrap.checkpoint_layers_: model {type(model).__name__} has no nn.ModuleList, "
-            "nn.ModuleDict or nn.Sequential with two blocks of one class. Call checkpoint_ on its "
-            "blocks."
+            "nn.ModuleDict or nn.Sequential with two blocks of one class. Pass a rule that selects "
+            "its blocks, such as lambda name, module: isinstance(module, Block)."
         )
     return selected
 

@@ -58,6 +58,7 @@ class CheckpointOptions:
         context_fn: ContextFn = noop_context_fn,
         determinism_check: str = "default",
         early_stop: bool = True,
+        debug: bool = False,
         **checkpoint_fn_options: Any,
     ) -> None:
         self.checkpoint_fn = checkpoint_fn
@@ -66,12 +67,20 @@ class CheckpointOptions:
         self.context_fn = context_fn
         self.determinism_check = determinism_check
         self.early_stop = early_stop
+        self.debug = debug
         self._others = checkpoint_fn_options
         if not isinstance(checkpoint_impl, CheckpointImpl):
             raise OptionError(
                 f"ckpt_wrap.{by}: option 'checkpoint_impl' is {checkpoint_impl!r}, but it must be "
                 "a CheckpointImpl. Pass CheckpointImpl.NO_REENTRANT."
             )
+        for name in ("use_reentrant", "preserve_rng_state", "early_stop", "debug"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "use_reentrant" and value is None):
+                raise OptionError(
+                    f"ckpt_wrap.{by}: option {name!r} is {value!r}, but it must be a bool. Pass "
+                    "True or False."
+                )
         if determinism_check not in ("default", "none"):
             raise OptionError(
                 f"ckpt_wrap.{by}: option 'determinism_check' is {determinism_check!r}, but it must "
@@ -87,8 +96,13 @@ class CheckpointOptions:
                 f"ckpt_wrap.{by}: option {next(iter(checkpoint_fn_options))!r} needs "
                 "checkpoint_fn=, which receives it; options without it are "
                 f"{', '.join(_defaults())}. For a policy of sac-policies, pass "
-                "checkpoint_fn=sac_policies.checkpoint; for the debug= of torch's checkpoint, "
-                "checkpoint_fn=torch.utils.checkpoint.checkpoint, use_reentrant=False."
+                "checkpoint_fn=sac_policies.checkpoint."
+            )
+        if checkpoint_fn is None and debug:
+            raise OptionError(
+                f"ckpt_wrap.{by}: option 'debug' is {debug!r}, but only torch's checkpoint prints "
+                "the operators of both runs. Pass "
+                "checkpoint_fn=torch.utils.checkpoint.checkpoint, use_reentrant=False with it."
             )
         if checkpoint_fn is not None and not callable(checkpoint_fn):
             raise OptionError(

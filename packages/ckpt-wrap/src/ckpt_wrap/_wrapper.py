@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ckpt_wrap._checkpoint_fn import make_checkpoint_fn
-from ckpt_wrap._errors import require_module
+from ckpt_wrap._errors import OptionError, require_module
 from ckpt_wrap._offload import Offload
 from ckpt_wrap._options import (
     CheckpointFn,
@@ -345,10 +345,18 @@ def clean_state_dict(state_dict: Mapping[str, T]) -> dict[str, T]:
         A new dict in the same order, with the same objects as values. Versions of modules, in
         `_metadata`, are kept under the plain names.
 
+    Raises:
+        OptionError: `state_dict` is not a mapping.
+
     Example:
         >>> dict(clean_state_dict({"0._checkpoint_wrapped_module.weight": 1}))
         {'0.weight': 1}
     """
+    if not isinstance(state_dict, Mapping):
+        raise OptionError(
+            f"ckpt_wrap.clean_state_dict: state_dict is of type {type(state_dict).__name__}, but "
+            "it must map names to values. Pass model.state_dict(), or what torch.load returned."
+        )
     clean: Any = OrderedDict((clean_name(name), value) for name, value in state_dict.items())
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
