@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch._inductor.output_code import CompiledFxGraph, OutputCode
 
 from mod_tracker import (
     StateError,
@@ -92,41 +95,50 @@ def test_page_on_memory_names_compiled_modules(model, x):
 class Helped(nn.Module):
     """A module whose helper function is compiled."""
 
-    def __init__(self):
+    def __init__(self, backend):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
-        self.helper = torch.compile(lambda x, w: (x @ w).sin(), backend="aot_eager")
+        self.helper = torch.compile(lambda x, w: (x * w[:2]).sin(), backend=backend)
 
     def forward(self, x):
         return self.helper(x, self.weight)
 
 
+def reports(call):
+    """Report a call by each report of operators."""
+    found = {}
+    for report_of in (profile_flops, profile_memory, partial(trace, memory=True)):
+        with report_of() as report:
+            call()
+        found[getattr(report_of, "__name__", "trace")] = report
+    return found
+
+
+def test_compiled_function_is_noted_with_its_module(x):
+    """Without products and in inference, when it is compiled and later; also in a backward."""
+    model = nn.Sequential(Helped("inductor"), nn.Linear(4, 4))
+    call = type(OutputCode).__call__, vars(CompiledFxGraph)["__call__"]
+    with torch.no_grad():
+        first, later = reports(lambda: model(x)), reports(lambda: model(x))
+    for report in (*first.values(), *later.values()):
+        assert report.notes[0].startswith("compiled functions ran in Sequential.0; ")
+    with pytest.raises(StateError, match=r"Sequential\.0 ran compiled"):
+        later["profile_flops"].mfu(1e12, 1.0)
+    loss = model(x).sum()
+    assert all("Sequential.0" not in str(each.notes) for each in reports(lambda: None).values())
+    with profile_flops() as report:
+        loss.backward()
+    assert report.notes[0].startswith("compiled functions ran in ")
+    assert call == (type(OutputCode).__call__, vars(CompiledFxGraph)["__call__"])
+
+
 @pytest.mark.parametrize("report_of", [profile_flops, profile_memory])
-def test_compiled_function_is_noted_with_its_module(report_of, x, fresh_compiler):
-    """Its node stands for it in a backward."""
-    model = nn.Sequential(Helped(), nn.Linear(4, 4))
+def test_operators_of_other_backends_are_counted(report_of, x):
+    """So there is nothing to note."""
+    model = nn.Sequential(Helped("aot_eager"), nn.Linear(4, 4))
+    model(x)
     with report_of(model) as report:
         model(x).sum().backward()
-    assert report.notes[0].startswith("compiled functions ran in Sequential.0; ")
-    if report_of is profile_flops:
-        with pytest.raises(StateError, match=r"Sequential\.0 ran compiled"):
-            report.mfu(1e12, 1.0)
-
-
-@pytest.mark.parametrize("report_of", [profile_flops, profile_memory])
-def test_products_that_compiled_code_calls_are_noted(report_of, x):
-    """They write to given results, and torch.compile wrote the code that calls them."""
-    written = {"async_compile": None, "torch": torch}
-    exec("def call(a, b, out): torch.mm(a, b, out=out)", written)
-
-    class Compiled(nn.Module):
-        def forward(self, x):
-            written["call"](x, torch.ones(4, 4), out := torch.empty(2, 4))
-            return out
-
-    with torch.no_grad(), report_of() as report:
-        Compiled()(x)
-    assert report.notes[0].startswith("compiled functions ran in Compiled; ")
-    with torch.no_grad(), report_of() as report:
-        torch.mm(x, torch.ones(4, 4), out=torch.empty(2, 4))
     assert report.notes == ()
+    if report_of is profile_memory:
+        assert report["0"].allocated >= 2 * x.numel() * 4

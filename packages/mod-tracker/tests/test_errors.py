@@ -63,11 +63,7 @@ WRONG = {
         profile_memory(nn.ReLU(), torch.optim.AdamW(nn.Linear(2, 2).parameters()))
     ),
     "got Tensor": lambda: enter(profile_flops(torch.ones(1))),
-    "pre_forward must be a function; got 'log'": lambda: ModTracker().subscribe(pre_forward="log"),
-    "types must be classes": lambda: ModTracker().subscribe(types="Linear"),
-    "include must be patterns": lambda: ModTracker().subscribe(include=nn.Linear),
-    "max_depth must be an int": lambda: ModTracker().subscribe(max_depth="2"),
-    "switched must be a function; got 3": lambda: ModTracker().subscribe(switched=3),
+    "pre_fw_hook must be a function; got 'log'": lambda: ModTracker().register_user_hooks("log"),
     "clock must be 'cpu'": lambda: enter(profile_time(clock="sun")),
     "ranges must be None, 'record_function'": lambda: enter(trace(ranges=True)),
     "formulas must be a dict": lambda: enter(profile_flops(formulas=[torch.ops.aten.mm])),

@@ -17,7 +17,7 @@ from mod_tracker import (
 )
 from mod_tracker.reports._flame_page import flame_page
 from mod_tracker.reports._flops import FlopReport
-from mod_tracker.reports._report import PhaseRow
+from mod_tracker.reports._rows import PhaseRow
 
 PHASES = ["forward", "recompute", "backward"]
 REPORTS = [profile_flops, profile_time, profile_memory, trace]
