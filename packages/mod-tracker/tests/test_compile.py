@@ -149,6 +149,7 @@ def test_user_graph_module_is_a_module():
     assert names == ["Sequential", "Sequential.0", "Sequential.0.0"]
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_backward_events_come_under_compiled_autograd():

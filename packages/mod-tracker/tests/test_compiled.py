@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch._inductor.output_code import CompiledFxGraph, OutputCode
+from torch._inductor.output_code import CompiledFxGraph
 
 from mod_tracker import (
     StateError,
@@ -50,45 +50,31 @@ def model(request):
     return made
 
 
-@pytest.mark.parametrize(
-    ("report_of", "missing"),
-    [
+def test_compiled_block_is_named_with_what_is_missing(model, x):
+    """In each report; FLOPs around it are counted, and a utilization is an error."""
+    time = "its time includes that of its children"
+    for report_of, missing in (
         (profile_flops, "FLOPs in compiled code are not counted"),
-        (profile_time, "its time includes that of its children"),
+        (profile_time, time),
         (profile_memory, "bytes that compiled code allocates are missing"),
-        (trace, "its time includes that of its children"),
-    ],
-)
-def test_compiled_block_is_named_with_what_is_missing(report_of, missing, model, x):
-    with report_of(model) as report:
-        model(x).sum().backward()
-    (note,) = report.notes
-    assert note == f"compiled, so each is one row without its children: Model.blocks.0; {missing}"
-    assert report.table().endswith(note)
-
-
-def test_flops_around_compiled_code_are_counted(model, x):
-    with profile_flops(model) as report:
-        model(x).sum().backward()
-    assert report.total == 2 * 3 * 64
-    assert report["blocks.1.0"].total == report["head"].total == 3 * 64
-    assert report.compiled == ("Model.blocks.0",)
-
-
-def test_utilization_of_compiled_code_is_an_error(model, x):
-    with profile_flops(model) as report:
-        model(x)
-    for share in (report.mfu, report.hfu):
-        with pytest.raises(StateError, match=r"Model\.blocks\.0 ran compiled"):
-            share(1e12, 1.0)
-
-
-def test_page_on_memory_names_compiled_modules(model, x):
+        (trace, time),
+    ):
+        with report_of(model) as report:
+            model(x).sum().backward()
+        compiled = "compiled, so each is one row without its children: Model.blocks.0; "
+        assert report.notes[0] == compiled + missing
+        assert report.notes[0] in report.table()
+        if report_of is profile_flops:
+            assert report.total == 2 * 3 * 64
+            assert report["blocks.1.0"].total == report["head"].total == 3 * 64
+            assert report.compiled == ("Model.blocks.0",)
+            for share in (report.mfu, report.hfu):
+                with pytest.raises(StateError, match=r"Model\.blocks\.0 ran compiled"):
+                    share(1e12, 1.0)
     with watch_memory(model) as watch:
         model(x).sum().backward()
         page = watch.page()
-    note = "compiled, so each is one row without its children: Model.blocks.0; "
-    assert page.notes[0].startswith(note)
+    assert page.notes[0].startswith(compiled)
     assert str(page).endswith(page.notes[0])
 
 
@@ -104,32 +90,17 @@ class Helped(nn.Module):
         return self.helper(x, self.weight)
 
 
-def reports(call):
-    """Report a call by each report of operators."""
-    found = {}
-    for report_of in (profile_flops, profile_memory, partial(trace, memory=True)):
-        with report_of() as report:
-            call()
-        found[getattr(report_of, "__name__", "trace")] = report
-    return found
-
-
 def test_compiled_function_is_noted_with_its_module(x):
-    """Without products and in inference, when it is compiled and later; also in a backward."""
+    """Without products and in inference, when it is compiled and later."""
     model = nn.Sequential(Helped("inductor"), nn.Linear(4, 4))
-    call = type(OutputCode).__call__, vars(CompiledFxGraph)["__call__"]
-    with torch.no_grad():
-        first, later = reports(lambda: model(x)), reports(lambda: model(x))
-    for report in (*first.values(), *later.values()):
+    call = vars(CompiledFxGraph)["__call__"]
+    for report_of in (profile_flops, profile_memory, partial(trace, memory=True), profile_flops):
+        with torch.no_grad(), report_of() as report:
+            model(x)
         assert report.notes[0].startswith("compiled functions ran in Sequential.0; ")
     with pytest.raises(StateError, match=r"Sequential\.0 ran compiled"):
-        later["profile_flops"].mfu(1e12, 1.0)
-    loss = model(x).sum()
-    assert all("Sequential.0" not in str(each.notes) for each in reports(lambda: None).values())
-    with profile_flops() as report:
-        loss.backward()
-    assert report.notes[0].startswith("compiled functions ran in ")
-    assert call == (type(OutputCode).__call__, vars(CompiledFxGraph)["__call__"])
+        report.mfu(1e12, 1.0)
+    assert vars(CompiledFxGraph)["__call__"] is call
 
 
 @pytest.mark.parametrize("report_of", [profile_flops, profile_memory])
@@ -139,6 +110,6 @@ def test_operators_of_other_backends_are_counted(report_of, x):
     model(x)
     with report_of(model) as report:
         model(x).sum().backward()
-    assert report.notes == ()
+    assert "compiled" not in str(report.notes)
     if report_of is profile_memory:
         assert report["0"].allocated >= 2 * x.numel() * 4

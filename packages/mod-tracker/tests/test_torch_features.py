@@ -9,6 +9,8 @@ from torch import nn
 
 from mod_tracker import ModTracker, profile_memory
 
+from ._small import shows_saved
+
 
 def test_scripted_module_and_data_parallel_are_seen_as_one(x):
     """A scripted module is one opaque module; DataParallel on CPU works."""
@@ -43,6 +45,7 @@ def test_export_traces_and_is_not_tracked(mlp):
     assert not [name for name in names if "export" in name.lower()]
 
 
+@shows_saved
 def test_memory_over_several_iterations(mlp, x):
     with profile_memory() as one:
         mlp(x).sum().backward()
