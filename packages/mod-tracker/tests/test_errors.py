@@ -46,6 +46,12 @@ def enter(context):
         pass
 
 
+def enter_and(context, method, **options):
+    """Call a method in the block of a report."""
+    with context as found:
+        getattr(found, method)(**options)
+
+
 def measured(function=profile_flops):
     """A report of one call of a layer."""
     with function() as report:
@@ -64,6 +70,8 @@ WRONG = {
     ),
     "got Tensor": lambda: enter(profile_flops(torch.ones(1))),
     "pre_fw_hook must be a function; got 'log'": lambda: ModTracker().register_user_hooks("log"),
+    "in_module: patterns must be strings": lambda: ModTracker().in_module(nn.Linear),
+    "on: no memory is on cuda:9": lambda: enter_and(watch_memory(), "page", device="cuda:9"),
     "clock must be 'cpu'": lambda: enter(profile_time(clock="sun")),
     "ranges must be None, 'record_function'": lambda: enter(trace(ranges=True)),
     "formulas must be a dict": lambda: enter(profile_flops(formulas=[torch.ops.aten.mm])),

@@ -198,7 +198,11 @@ class ModTracker:
 
         Args:
             patterns: shell patterns such as "layers.*" or "Encoder.layers.?".
+
+        Raises:
+            OptionError: a pattern is not a string.
         """
+        check_patterns("in_module", patterns)
         return any(matches(name, patterns) for name in self.stack)
 
     # Names.
@@ -220,6 +224,15 @@ class ModTracker:
             yield
         finally:
             remove()
+
+
+def check_patterns(function: str, patterns: tuple[str, ...]) -> None:
+    """Raise an `OptionError` unless all patterns are strings."""
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(
+            f"mod_tracker.{function}: patterns must be strings such as 'layers.*'; got "
+            f"{patterns!r}."
+        )
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -18,7 +18,7 @@ from .._attribution import Attribution
 from .._errors import OptionError, StateError, UnknownNameError, check_int
 from .._record import Path
 from .._torch_compat import is_compiled
-from .._tracker import matches
+from .._tracker import check_patterns, matches
 from ._flame_page import Amounts, Stack, flame_page
 from ._rows import PHASES, stack_of, values_of, with_unit
 
@@ -234,10 +234,7 @@ class Report(Generic[R]):
         rows = self._complete()
         if not patterns:
             return sum(getattr(row, column) for row in rows.values())
-        if not all(isinstance(pattern, str) for pattern in patterns):
-            raise OptionError(
-                f"mod_tracker.sum: patterns must be strings such as 'layers.*'; got {patterns!r}."
-            )
+        check_patterns("sum", patterns)
         chosen = {name for name in rows if name and matches(name, patterns)}
         return sum(
             getattr(rows[name], column)

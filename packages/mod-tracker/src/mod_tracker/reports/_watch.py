@@ -76,7 +76,14 @@ class MemoryWatch:
         Args:
             reason: first line of the page.
             device: device that the page is about; see `MemoryPage.device`.
+
+        Raises:
+            OptionError: nothing is on that device.
         """
+        page = self._page(reason)
+        return page.on(device) if device else page
+
+    def _page(self, reason: str, device: str = "") -> MemoryPage:
         held = what_is_held(self._mode, self._tracker.roots, self._optimizer, self._given)
         call, phase = self._attribution.locate()
         return MemoryPage(
@@ -134,7 +141,7 @@ class MemoryWatch:
 
     def write(self, reason: str, device: str = "") -> MemoryPage:
         """Log a page and add it to `pages`."""
-        page = self.page(reason, device=device)
+        page = self._page(reason, device)
         self.pages.append(page)
         _log.warning("%s", page)
         return page
