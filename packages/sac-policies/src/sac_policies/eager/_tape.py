@@ -49,8 +49,8 @@ from ..policies._unmatched import uses
 from ..policies._views import Operator
 from ._aliasing import UNVERSIONED, copy_of, storage_of, tensors_among, version_of
 from ._compiled_calls import follow_compiled
+from ._fingerprints import Fingerprint
 from ._fsdp import Ranges
-from ._guards import Guard
 from ._masks import UNPACK, packed, takes
 from ._moved import MovedTensor, NoHostMemoryError, is_movable, leaving
 from ._observed import Observed
@@ -543,10 +543,10 @@ class Tape(TorchDispatchMode):
         want(value)
         if self._pending:
             self._start_copies()
-        if self.region.checks and value.guard is None and value.made_by is not None:
+        if self.region.checks and value.fingerprint is None and value.made_by is not None:
             with no_dispatch():
                 if value.held is None and _is_comparable(tensor):
-                    value.guard = Guard(_resolved(tensor))
+                    value.fingerprint = Fingerprint(_resolved(tensor))
         return value
 
     def _pack_part(self, tensor: torch.Tensor) -> Any:
@@ -576,9 +576,9 @@ class Tape(TorchDispatchMode):
                 self._queued = backward
                 if not after_backward(self._replay.drop):
                     self._replay.drop()
-            if saved.guard is not None:
+            if saved.fingerprint is not None:
                 with no_dispatch():
-                    saved.guard.check(_resolved(tensor), partial(differs, saved))
+                    saved.fingerprint.check(_resolved(tensor), partial(differs, saved))
         return tensor
 
 

@@ -19,7 +19,7 @@ from .._torch_compat import announced, is_measured, next_node_number
 from .._torch_compat._dispatch import below_autograd, no_torch_function
 from .._torch_compat._flags import Flags, States
 from ._aliasing import UNVERSIONED, copy_of, version_of
-from ._guards import Guard
+from ._fingerprints import Fingerprint
 
 
 class Value:
@@ -34,14 +34,14 @@ class Value:
         reads: number of these readers that have read it in this backward.
         is_saved: whether autograd saved it.
         is_alone: whether autograd's save is the only reason to hold it.
-        guard: compares a replay with the bits of the forward; None if bits are not compared.
+        fingerprint: compares a replay with the bits of the forward; None if bits are not compared.
     """
 
     __slots__ = (
         "__weakref__",
         "boxed",
         "cached",
-        "guard",
+        "fingerprint",
         "held",
         "is_alone",
         "is_saved",
@@ -55,7 +55,7 @@ class Value:
         self.version = version
         self.boxed: Callable[[], torch.Tensor] | None = None
         self.cached: torch.Tensor | None = None
-        self.guard: Guard | None = None
+        self.fingerprint: Fingerprint | None = None
         self.readers = self.reads = 0
         self.is_saved = self.is_alone = False
 
@@ -120,7 +120,7 @@ class Known(ref[torch.Tensor]):
     version: int
 
 
-class Recorded(Protocol):
+class Operation(Protocol):
     """The operator of a call."""
 
     op: Any
@@ -158,13 +158,13 @@ class OpCall(Value):
 
     def __init__(
         self,
-        recorder: Recorded,
+        recorder: Operation,
         args: list[Any],
         kwargs: dict[str, Any] | None,
         inputs: list[Value],
         copies: bool = False,
     ) -> None:
-        self.held = self.boxed = self.cached = self.guard = None
+        self.held = self.boxed = self.cached = self.fingerprint = None
         self.version = self.readers = self.reads = 0
         self.is_saved = self.is_alone = False
         self.recorder, self.args, self.kwargs, self.inputs = recorder, args, kwargs, inputs
