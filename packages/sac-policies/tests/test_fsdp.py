@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from sac_policies import checkpoint, recompute_all, save_all, save_every_nth, save_ops
-from sac_policies.eager._region import Region
+from sac_policies.eager._tape import Region
 
 mesh = init_device_mesh("cpu", (size,))
 kept = set()

@@ -19,7 +19,6 @@ import torch
 
 from .._torch_compat import after_backward, is_freed
 from .._torch_compat._dispatch import no_dispatch
-from ._aliasing import is_dense
 
 _STEPS = (127, 113, 109, 107, 103, 101, 97, 89)
 """Words from row to row of a table, primes: no row of a usual matrix is a whole number of them."""
@@ -131,3 +130,13 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if is_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.reshape(-1).contiguous()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

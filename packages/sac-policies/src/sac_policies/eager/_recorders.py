@@ -21,9 +21,8 @@ from ..policies._operators import BATCH_NORMS, RNNS, STATISTICS, Facts, facts_of
 from ..policies._per_policy import PerPolicy
 from ..policies._policies import DEPENDS, Constant, Policy
 from ..policies._views import Operator
-from ._aliasing import UNVERSIONED, tensors_among, version_of
 from ._fsdp import RANGE_OPS
-from ._values import Known, OpCall, Result, Value
+from ._values import UNVERSIONED, Known, OpCall, Result, Value, tensors_among, version_of
 
 
 class RecordingTape(Protocol):
