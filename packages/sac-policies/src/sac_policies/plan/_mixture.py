@@ -18,7 +18,7 @@ SLICES = 16
 
 
 @dataclass(frozen=True)
-class Step:
+class StepEstimate:
     """Memory and time of a mixture.
 
     Attributes:
@@ -50,7 +50,7 @@ class Measured:
     resident_bytes: int
     optimizer_seconds: float
 
-    def step(self, low: str, count: int, high: str, slices: int = 1) -> Step:
+    def step(self, low: str, count: int, high: str, slices: int = 1) -> StepEstimate:
         """Return memory and time with the first `count` blocks on level `low`, the rest on `high`.
 
         Args:
@@ -67,7 +67,7 @@ class Measured:
         most = max(self._reached(low, count, high, slices), key=sum)
         levels = ((low, count), (high, self.blocks - count))
         used = tuple((name, number) for name, number in levels if number)
-        return Step(used, self.resident_bytes + sum(most), most, seconds)
+        return StepEstimate(used, self.resident_bytes + sum(most), most, seconds)
 
     def most_times(self, level: str, budget_bytes: int) -> float:
         """Return how many times the batch a step may have, with all blocks on one level.
@@ -97,7 +97,7 @@ class Measured:
             number = span.key[1] if isinstance(span.key, tuple) else self.blocks - 1
             yield chosen[low if number < count else high][span.key]
 
-    def mixtures(self, slices: int = 1) -> Iterator[Step]:
+    def mixtures(self, slices: int = 1) -> Iterator[StepEstimate]:
         """Yield all mixtures of at most two levels."""
         names = list(self.levels)
         for at, high in enumerate(names):
@@ -106,12 +106,12 @@ class Measured:
                 for count in range(1, self.blocks):
                     yield self.step(low, count, high, slices)
 
-    def fastest(self, budget_bytes: int, slices: int = 1) -> Step | None:
+    def fastest(self, budget_bytes: int, slices: int = 1) -> StepEstimate | None:
         """Return the fastest mixture that fits; of equally fast ones, the smallest."""
         fitting = [one for one in self.mixtures(slices) if one.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda one: (one.seconds, one.peak_bytes), default=None)
 
-    def smallest(self, slices: int = 1) -> Step:
+    def smallest(self, slices: int = 1) -> StepEstimate:
         """Return the mixture with the lowest peak; of equal peaks, the fastest."""
         return min(self.mixtures(slices), key=lambda one: (one.peak_bytes, one.seconds))
 

@@ -32,7 +32,7 @@ from ..policies._policies import Policy
 from ..policies._rules import RECOMPUTE_ALL
 from ._alike import Blocks, find_blocks
 from ._devices import DEVICES, FREE_SHARE, Device
-from ._mixture import SLICES, Measured, Step, offloaded
+from ._mixture import SLICES, Measured, StepEstimate, offloaded
 from ._model import OPTIMIZERS, Batch, Subject, build
 from ._watch import Span, watch_step
 
@@ -77,13 +77,13 @@ class Estimate:
     gradient_bytes: int
     optimizer_bytes: int
     budget_bytes: int
-    plain: Step
-    uniform: dict[str, Step]
+    plain: StepEstimate
+    uniform: dict[str, StepEstimate]
     most_tokens: dict[str, int]
-    recommended: Step | None
-    smallest: Step
-    sliced: Step | None
-    smallest_sliced: Step
+    recommended: StepEstimate | None
+    smallest: StepEstimate
+    sliced: StepEstimate | None
+    smallest_sliced: StepEstimate
     block_count: int
     block_name: str
 
