@@ -115,6 +115,16 @@ def test_owner_is_the_first_that_registers_it(mlp):
     assert names.owner(torch.ones(1)) is None
 
 
+def test_owners_are_found_by_one_walk(monkeypatch):
+    """A walk for each parameter would take quadratic time."""
+    names, walks = Names(), []
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(20)])
+    names.adopt(model)
+    monkeypatch.setattr(_names, "walk", lambda *args: walks.append(1) or walk(*args))
+    assert [names.owner(layer.bias) for layer in model] == [*model]
+    assert len(walks) == 1
+
+
 def test_owners_of_dead_parameters_are_dropped():
     names, module = Names(), nn.Linear(2, 2, bias=False)
     names.adopt(module)
