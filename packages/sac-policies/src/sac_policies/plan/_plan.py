@@ -34,7 +34,7 @@ from ._alike import Blocks, find_blocks
 from ._devices import DEVICES, FREE_SHARE, Device
 from ._mixture import SLICES, Measured, StepEstimate, offloaded
 from ._model import OPTIMIZERS, Batch, Subject, build
-from ._watch import Span, watch_step
+from ._watch import SECOND, Span, watch_step
 
 PLAIN, OFFLOADED, HIDDEN = LEVELS[KEEPS], LEVELS[INPUTS_AWAY], LEVELS[HIDDEN_AWAY]
 _POLICIES = {
@@ -217,7 +217,7 @@ def _hidden(
 
     Blocks of one class with equally large inputs offload the same values.
     """
-    seconds = {span.key: span.seconds for span in plain}
+    ns = {span.key: span.ns for span in plain}
     rate = 1 / device.copy_seconds(1)
     kinds = list(zip(map(type, blocks.modules), blocks.input_bytes, strict=True))
     found: dict[tuple[type[nn.Module], int], tuple[Policy, int]] = {}
@@ -230,7 +230,7 @@ def _hidden(
         if parted(forward, args, kwargs) is None:
             return
         trace = profile(forward, *args, **kwargs)
-        link = Link(rate, rate, seconds["forward", number])
+        link = Link(rate, rate, ns[number, 0, False] / SECOND)
         away = {item.op for item in link.hidden(trace, input_bytes)}
         if away:
             rows = sorted((trace.ops[op].key, Decision.SAVE) for op in away)
