@@ -42,8 +42,8 @@ class Log:
     events: list[tuple[str, float]] = field(default_factory=list)
 
     def note(self, what: str, tensor: Tensor | None = None) -> None:
-        """Note an event with a number."""
-        number = 0.0 if tensor is None else float(tensor.detach().double().sum())
+        """Note an event with a number; NaN would not equal itself."""
+        number = 0.0 if tensor is None else float(tensor.detach().double().sum().nan_to_num())
         self.events.append((what, number))
 
 

@@ -22,8 +22,8 @@ from sac_policies import (
     save_ops,
 )
 from sac_policies._torch_compat import RANGE_END, RANGE_START, is_freed
+from sac_policies.eager._fingerprints import Fingerprint
 from sac_policies.eager._fsdp import Ranges
-from sac_policies.eager._guards import Guard
 
 WORKER = """
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from sac_policies import checkpoint, recompute_all, save_all, save_every_nth, save_ops
-from sac_policies.eager._region import Region
+from sac_policies.eager._tape import Region
 
 mesh = init_device_mesh("cpu", (size,))
 kept = set()
@@ -157,15 +157,15 @@ def test_ranges_nest() -> None:
 
 
 @pytest.mark.parametrize("numel", [8, 9000])
-def test_guard_does_not_read_freed_memory(numel: int) -> None:
+def test_fingerprint_does_not_read_freed_memory(numel: int) -> None:
     """Neither for a small tensor nor for a large one."""
     tensor = torch.randn(2, numel)[1]
-    guard = Guard(tensor)
-    guard.check(tensor, MutationError)
+    fingerprint = Fingerprint(tensor)
+    fingerprint.check(tensor, MutationError)
     tensor.untyped_storage().resize_(0)
     assert is_freed(tensor)
     with pytest.raises(MutationError):
-        guard.check(tensor, MutationError)
+        fingerprint.check(tensor, MutationError)
 
 
 def test_empty_tensor_is_not_freed() -> None:

@@ -168,7 +168,7 @@ def _bytes(count: int) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class _Recorded(Policy):
+class _RecordingPolicy(Policy):
     """A wrapper of a policy that records its calls and answers."""
 
     inner: Policy
@@ -252,7 +252,7 @@ def report(function: Callable[..., Any], *args: Any, policy: PolicyLike, **kwarg
             "sac_policies.report: gradients are off or the code is being compiled, but a report "
             "reads what an eager forward saves for backward. Call it outside of both."
         )
-    recorded, observed = _Recorded(wanted), Observed()
+    recorded, observed = _RecordingPolicy(wanted), Observed()
     own = own_arguments(kwargs)
     given = (*args, *own.values())
     with Rollback(function, *given, tensors=tensors_behind(given)) as rollback, rollback.watching():

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -27,15 +27,23 @@ from .._tensors import tensors_in
 from .._torch_compat import backward_id
 from .._torch_compat._module_calls import around_calls
 from ._choose import Option, cheapest
-from ._measure import Interval, Marks
+from ._measure import Interval, highest
 from ._offloaded import Offloaded
 
+IntervalT = TypeVar("IntervalT", bound=Interval)
 Key = tuple[int, int, bool | None]
 """Number of a region, number of its call, whether it is in backward; None after its forward."""
 
 
+class Marker(Protocol):
+    """Divides a step into intervals."""
+
+    def mark(self, key: Any) -> None:
+        """Begin an interval."""
+
+
 @contextmanager
-def marked(regions: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
+def marked(regions: Sequence[nn.Module], marks: Marker) -> Iterator[None]:
     """Mark the beginning of each region, in forward and backward, with its `Key`."""
     calls = [0] * len(regions)
 
@@ -66,7 +74,7 @@ def marked(regions: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
         yield
 
 
-class Steps:
+class Steps(Generic[IntervalT]):
     """One measured step per level, the plain one first.
 
     Args:
@@ -78,7 +86,7 @@ class Steps:
     def __init__(
         self,
         kinds: Sequence[object],
-        measured: Sequence[Sequence[Interval]],
+        measured: Sequence[Sequence[IntervalT]],
     ) -> None:
         self._plain = measured[0]
         self._by_level = [{each.key: each for each in one} for one in measured]
@@ -94,14 +102,14 @@ class Steps:
         ]
         self.costs = self._costs(kinds, measured)
 
+    def mixture(self, choice: Sequence[int]) -> Iterator[IntervalT]:
+        """Yield the intervals of a step with the levels of `choice`."""
+        for plain in self._plain:
+            yield self._interval_of(plain, choice)
+
     def growth(self, choice: Sequence[int]) -> int:
         """Return the peak, minus the bytes before the step, with the levels of `choice`."""
-        now = top = 0
-        for plain in self._plain:
-            interval = self._interval_of(plain, choice)
-            top = max(top, now + interval.most)
-            now += interval.grown
-        return top
+        return highest(self.mixture(choice))
 
     def choose(self, allowed: int) -> tuple[int, ...] | None:
         """Return the fastest levels with a growth of at most `allowed` bytes."""
@@ -130,10 +138,12 @@ class Steps:
                 best, allowed = choice, self.growth(choice)
         return best
 
-    def _interval_of(self, plain: Interval, choice: Sequence[int]) -> Interval:
+    def _interval_of(self, plain: IntervalT, choice: Sequence[int]) -> IntervalT:
         if plain.key == self._tail and plain.key is not None:
-            held = self._held_longer(choice) - self._left[choice[plain.key[0]]]
-            return replace(plain, grown=plain.grown + held)
+            level = choice[plain.key[0]]
+            held = self._held_longer(choice) - self._left[level]
+            own = self._by_level[level].get(self._tail, plain)
+            return replace(own, grown=plain.grown + held)
         if not _region_of(plain.key):
             return plain
         level = choice[plain.key[0]]

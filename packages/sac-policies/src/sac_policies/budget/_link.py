@@ -40,7 +40,7 @@ class Timing(NamedTuple):
     copy_seconds: float
 
 
-Run = Callable[[int, Direction], Timing]
+TimedRun = Callable[[int, Direction], Timing]
 """Runs the work beside one copy of that many bytes; 0 bytes: by itself."""
 
 
@@ -91,7 +91,7 @@ class Link:
 
 
 def measure_link(
-    run: Run, *, most_bytes: int, first_bytes: int = _FIRST_BYTES, rounds: int = _ROUNDS
+    run: TimedRun, *, most_bytes: int, first_bytes: int = _FIRST_BYTES, rounds: int = _ROUNDS
 ) -> Link:
     """Measure copies in both directions during other work.
 
@@ -113,7 +113,7 @@ def measure_link(
 
 
 def _rate(
-    run: Run, direction: Direction, alone: float, first: int, most: int, rounds: int
+    run: TimedRun, direction: Direction, alone: float, first: int, most: int, rounds: int
 ) -> float:
     """Return bytes per second."""
     size, rate = max(1, min(first, most)), 0.0
@@ -130,7 +130,7 @@ def _rate(
     return rate
 
 
-def beside_on(device: torch.device, work: Callable[[], object]) -> Run:
+def beside_on(device: torch.device, work: Callable[[], object]) -> TimedRun:
     """Return a function that runs `work` on a device, with a concurrent copy on another stream.
 
     Args:

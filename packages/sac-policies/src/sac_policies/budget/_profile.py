@@ -18,8 +18,7 @@ from .._torch_compat import is_fake, storage_key, storage_under
 from .._watching_mode import WatchingMode
 from ..eager._masks import UNPACK
 from ..eager._recorders import Table
-from ..eager._region import Region
-from ..eager._tape import Tape
+from ..eager._tape import Region, Tape
 from ..eager._values import OpCall, Value
 from ..policies._decisions import Answer
 from ..policies._flops import flops_of

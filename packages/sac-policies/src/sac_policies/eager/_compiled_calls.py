@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -25,12 +25,19 @@ from .._torch_compat import hide_from_dynamo, pop_hooks, push_hooks, saved_tenso
 from .._torch_compat._dispatch import HOOKS_PASSED_BY, leave_checkpoints, unseen_alias
 from .._torch_compat._module_calls import called_at
 from ..policies._functions import is_selective, selective
+from ..policies._modules import ModulePath
 from ..policies._names import NAME_OP
+from ..policies._policies import Policy
 from ..policies._views import OpView
-from ._aliasing import version_of
 from ._parted import parted
-from ._region import Region
-from ._values import changed
+from ._values import changed, version_of
+
+
+class _Around(NamedTuple):
+    """The policy of an open region, and its running module if the policy reads modules."""
+
+    policy: Policy
+    path: ModulePath | None
 
 
 class _CompiledCall:
@@ -40,7 +47,7 @@ class _CompiledCall:
         self.module, self.place = module, called_at(module)
         self.inner: Callable[..., Any] = getattr(module, self.place)
         self.was_there = self.place in vars(module)
-        self.regions: defaultdict[int, list[Region]] = defaultdict(list)
+        self.regions: defaultdict[int, list[_Around]] = defaultdict(list)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module under the innermost region of this thread."""
@@ -66,12 +73,15 @@ class _CompiledCall:
 _lock = threading.Lock()
 
 
-def follow_compiled(modules: list[nn.Module], region: Region, until: ExitStack) -> None:
+def follow_compiled(
+    modules: list[nn.Module], policy: Policy, path: ModulePath | None, until: ExitStack
+) -> None:
     """Make compiled modules run again in backward if they are called in a region.
 
     Args:
         modules: none inside another.
-        region: the open region.
+        policy: of the open region.
+        path: its running module, if the policy reads modules.
         until: closed when the region ends. If closing is interrupted, the replaced calls remain,
             without a region.
     """
@@ -79,7 +89,7 @@ def follow_compiled(modules: list[nn.Module], region: Region, until: ExitStack) 
         with _lock:
             call = _call_of(module)
             regions = call.regions[threading.get_ident()]
-            regions.append(region)
+            regions.append(_Around(policy, path))
         until.callback(call.restore)
         until.callback(regions.pop)
 
@@ -97,7 +107,7 @@ def _run(
     inner: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    region: Region,
+    region: _Around,
 ) -> Any:
     """Run a compiled module, and again in backward unless the policy keeps all of its results."""
     call = parted(inner, args, kwargs)
@@ -187,7 +197,7 @@ def _unpacked(unpack: Callable[[Any], torch.Tensor], saved: _Saved) -> torch.Ten
 hide_from_dynamo(_FirstRun._packed, _unpacked)  # a compiled module calls them
 
 
-def _keeps_all(region: Region) -> bool:
+def _keeps_all(region: _Around) -> bool:
     """Whether the policy also keeps operators that it does not name."""
     module = "" if region.path is None else region.path.now
     answer = region.policy.decide(OpView(NAME_OP, 0, module=module))

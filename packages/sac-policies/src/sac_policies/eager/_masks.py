@@ -9,7 +9,7 @@ import torch
 
 from .._torch_compat import FAKE_TENSOR
 from .._torch_compat._flags import Flags
-from ._aliasing import is_dense
+from ._fingerprints import is_dense
 
 LEAST_ELEMENTS = 1024
 """Smaller masks are held as they are."""

@@ -34,7 +34,7 @@ import torch
 from .._errors import EngineError, MutationError
 from .._torch_compat import alias, backward_id, storage_key
 from .._torch_compat._dispatch import no_dispatch
-from ._guards import is_capturing
+from ._fingerprints import is_capturing
 
 _KEEPS_PINNED_MEMORY = torch.__version__ >= "2.13"  # a TorchVersion, which compares as one
 _streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}

@@ -9,10 +9,9 @@ import torch
 
 from .._tensors import tensors_in
 from .._torch_compat import storage_bytes, storage_key
+from ..policies._plans import Call
 from ._recorders import Recorder
 from ._values import Value
-
-Call = tuple[str, int]
 
 
 class Observed:

@@ -21,12 +21,11 @@ from ..policies._operators import BATCH_NORMS, RNNS, STATISTICS, Facts, facts_of
 from ..policies._per_policy import PerPolicy
 from ..policies._policies import DEPENDS, Constant, Policy
 from ..policies._views import Operator
-from ._aliasing import UNVERSIONED, tensors_among, version_of
 from ._fsdp import RANGE_OPS
-from ._values import Known, OpCall, Result, Value
+from ._values import UNVERSIONED, Known, OpCall, Result, Value, tensors_among, version_of
 
 
-class Tape(Protocol):
+class RecordingTape(Protocol):
     """The parts of a tape that recorders use.
 
     Attributes:
@@ -225,18 +224,18 @@ class Recorder:
 
     # Functions that run a call
 
-    def _held(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _held(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks:
             tape.decide(self, out, args, kwargs)
         return out
 
-    def _range(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _range(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs)
         tape.follow_range(self.op, args)
         return out
 
-    def _single(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _single(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks and tape.decide(self, out, args, kwargs):
             return out
@@ -263,14 +262,14 @@ class Recorder:
                 tape.known[seen.key] = seen
         return out
 
-    def _reduction(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _reduction(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hold a result that is much smaller than its argument: it costs less than a replay."""
         out = self._single(tape, args, kwargs)
         if out.numel() * MUCH_SMALLER <= args[0].numel():
             tape.known.pop(id(out), None)
         return out
 
-    def _several(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _several(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks and tape.decide(self, out, args, kwargs):
             return out
@@ -283,7 +282,7 @@ class Recorder:
             self._note_items(tape, args, kwargs, out)
         return out
 
-    def _stays_held(self, tape: Tape, args: tuple[Any, ...], out: Any) -> bool:
+    def _stays_held(self, tape: RecordingTape, args: tuple[Any, ...], out: Any) -> bool:
         """Whether a result that shares memory of a held tensor is held itself, if it is read.
 
         An unsafe view has a version counter of its own, which its base does not show.
@@ -294,7 +293,7 @@ class Recorder:
         return True
 
     def _note_items(
-        self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+        self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         if any(type(each) in (tuple, list) for each in out):
             return
@@ -324,14 +323,16 @@ class Recorder:
         exact = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
         return [t.shape for t in exact if t.dim() and self._cuts(args, t.dtype)]
 
-    def _attention(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _attention(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at, given = self.facts.dropout, kwargs.get("dropout_p", 0.0)
         assert at is not None
         if self.keeps or (args[at] if at < len(args) else given):
             return self._held(tape, args, kwargs)
         return self._several(tape, args, kwargs)
 
-    def _batch_norm(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _batch_norm(
+        self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Record batch norm without its running statistics, which forward updates once.
 
         A batch's own statistics are held: they are small, and backward reads them.
@@ -352,7 +353,7 @@ class Recorder:
             tape.note(out[0], normalized, 0)
         return out
 
-    def _rnn(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _rnn(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a fused RNN, also its workspace of integers, which backward reads."""
         out = self.call(*args, **kwargs)
         if self.asks and tape.decide(self, out, args, kwargs):
@@ -366,32 +367,38 @@ class Recorder:
                 tape.note(each, item, 0)
         return out
 
-    def _mask(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _mask(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._held(tape, args, kwargs)
         if _is_grad_enabled():
             mask = out if isinstance(out, torch.Tensor) else out[_MASKS[self._short]]
             tape.note_mask(mask, 0)
         return out
 
-    def _drawn_mask(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _drawn_mask(
+        self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         out = self._written(tape, args, kwargs)
         if _is_grad_enabled():
             tape.note_mask(args[0], version_of(args[0]) + 1)
         return out
 
-    def _collective(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _collective(
+        self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run an operator that may write to any of its arguments."""
         tape.before_write(tensors_among((*args, *kwargs.values())))
         return self._held(tape, args, kwargs)
 
-    def _written(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _written(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unseen = self.facts.written_unseen(args, kwargs)
         tape.before_write(self.facts.written(args, kwargs), unseen)
         if unseen:  # such as the noise of rrelu, which its node saves first
             tape.note_unversioned(unseen)
         return self._held(tape, args, kwargs)
 
-    def _written_unseen(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _written_unseen(
+        self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run a write without a result, and advance the version counters.
 
         Under a dispatch mode `_foreach_mul_` and similar operators do not advance them.
@@ -402,7 +409,7 @@ class Recorder:
         increment_version(written)
         return out
 
-    def _in_place(self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _in_place(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a write to a tensor that a call made, as a functional call on a copy of it."""
         target = args[0]
         known = tape.known_value(target) if _is_grad_enabled() else None
@@ -418,7 +425,11 @@ class Recorder:
     # Helpers
 
     def _recorded(
-        self, tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], copies: bool = False
+        self,
+        tape: RecordingTape,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        copies: bool = False,
     ) -> OpCall:
         inputs: list[Value] = []
         values, count, known = list(args), len(args), tape.known
@@ -472,7 +483,7 @@ def _called_with_gradients(call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
 
 
-def _listed(tape: Tape, arg: Any, inputs: list[Value]) -> Any:
+def _listed(tape: RecordingTape, arg: Any, inputs: list[Value]) -> Any:
     if isinstance(arg, torch.Tensor):
         value = tape.value_of(arg)
         inputs.append(value)

@@ -40,28 +40,99 @@ from .._torch_compat._dispatch import (
     no_dispatch,
     unseen_alias,
 )
+from .._torch_compat._module_calls import compiled_in
 from ..policies._decisions import Decision
-from ..policies._modules import root_of
-from ..policies._names import NAME_OP
+from ..policies._modules import ModulePath, root_of
+from ..policies._names import NAME_OP, listening
 from ..policies._operators import facts_of
 from ..policies._policies import DEPENDS, Policy
-from ..policies._unmatched import uses
-from ..policies._views import Operator
-from ._aliasing import UNVERSIONED, copy_of, storage_of, tensors_among, version_of
+from ..policies._unmatched import PolicyUse, uses
+from ..policies._views import Operator, OpView, RegionSummary
 from ._compiled_calls import follow_compiled
+from ._fingerprints import Fingerprint
 from ._fsdp import Ranges
-from ._guards import Guard
 from ._masks import UNPACK, packed, takes
 from ._moved import MovedTensor, NoHostMemoryError, is_movable, leaving
 from ._observed import Observed
 from ._recorders import Recorder, Run, Table, tables
-from ._region import Region
-from ._values import Known, OpCall, Part, Replay, Value, changed, want
+from ._values import (
+    UNVERSIONED,
+    Known,
+    OpCall,
+    Part,
+    Replay,
+    Value,
+    changed,
+    copy_of,
+    storage_of,
+    tensors_among,
+    version_of,
+    want,
+)
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 SMALL_BYTES = 2**14
 """Size up to which a region copies a tensor that code outside of regions may write to."""
+
+
+class Region:
+    """One call of a function under one policy.
+
+    Attributes:
+        use: names and operators of the policy's regions so far.
+        calls: number of calls of each operator that the policy is asked about, by `id`, because
+            hashing an operator runs Python.
+        checks: whether replays are compared with the bits of the forward.
+        labels: names given to tensors.
+        kept: whether the policy kept a value by an answer to one call.
+        inside: operators of nested regions.
+        path: the running module, if the policy reads modules.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        table: Table,
+        use: PolicyUse,
+        root: nn.Module | None,
+        checks: bool,
+        observer: Observed | None = None,
+    ) -> None:
+        self.policy, self.table, self.use, self.checks = policy, table, use, checks
+        self.calls: dict[Any, int] = {}
+        self.labels: set[str] = set()
+        self.kept = False
+        self.inside: set[Operator] = set()
+        self.path = ModulePath(root) if table.reads_modules else None
+        # Up to torch 2.9 compiled code runs eagerly under a dispatch mode.
+        self.compiled = compiled_in(root) if LETS_COMPILE and root is not None else []
+        self.observer = observer
+
+    def view(
+        self,
+        op: Operator,
+        index: int,
+        out: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        label: str | None = None,
+    ) -> OpView:
+        module = "" if self.path is None else self.path.now
+        return OpView(op, index, out, args, kwargs, module, label)
+
+    def follow(self, until: ExitStack, named: Callable[[torch.Tensor, str], None]) -> None:
+        """Follow modules and names, if the policy reads them."""
+        if self.path is not None:
+            self.path.follow(until)
+        if self.table.reads_names:
+            until.enter_context(listening(named))
+
+    def seen(self) -> RegionSummary:
+        """Summarize the region, to find entries of the policy that match nothing."""
+        calls = {op: self.calls.get(id(op), 0) for op in (*self.inside, *self.table.recorders)}
+        paths = frozenset() if self.path is None else self.path.known
+        return RegionSummary(calls, frozenset(self.labels), paths, self.kept)
 
 
 class _Flattened:
@@ -183,7 +254,7 @@ class Tape(TorchDispatchMode):
         region = self.region
         region.follow(until, self._named)
         if region.compiled:
-            follow_compiled(region.compiled, region, until)
+            follow_compiled(region.compiled, region.policy, region.path, until)
 
     def takes_hooks(self, hooks: Hooks | None) -> bool:
         """Whether autograd saves to this tape now."""
@@ -543,10 +614,10 @@ class Tape(TorchDispatchMode):
         want(value)
         if self._pending:
             self._start_copies()
-        if self.region.checks and value.guard is None and value.made_by is not None:
+        if self.region.checks and value.fingerprint is None and value.made_by is not None:
             with no_dispatch():
                 if value.held is None and _is_comparable(tensor):
-                    value.guard = Guard(_resolved(tensor))
+                    value.fingerprint = Fingerprint(_resolved(tensor))
         return value
 
     def _pack_part(self, tensor: torch.Tensor) -> Any:
@@ -576,9 +647,9 @@ class Tape(TorchDispatchMode):
                 self._queued = backward
                 if not after_backward(self._replay.drop):
                     self._replay.drop()
-            if saved.guard is not None:
+            if saved.fingerprint is not None:
                 with no_dispatch():
-                    saved.guard.check(_resolved(tensor), partial(differs, saved))
+                    saved.fingerprint.check(_resolved(tensor), partial(differs, saved))
         return tensor
 
 

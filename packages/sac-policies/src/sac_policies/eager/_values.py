@@ -7,7 +7,7 @@ the values that backward may need.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 from weakref import ref
@@ -18,8 +18,52 @@ from .._errors import MutationError
 from .._torch_compat import announced, is_measured, next_node_number
 from .._torch_compat._dispatch import below_autograd, no_torch_function
 from .._torch_compat._flags import Flags, States
-from ._aliasing import UNVERSIONED, copy_of, version_of
-from ._guards import Guard
+from ._fingerprints import Fingerprint
+
+UNVERSIONED = -1
+"""Version of an inference tensor: it has no counter."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a tensor's version; UNVERSIONED for an inference tensor.
+
+    Example:
+        >>> version_of(torch.zeros(2).add_(1))
+        1
+    """
+    try:
+        return tensor._version
+    except RuntimeError:
+        return UNVERSIONED
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Return a key of a tensor's storage; None without one."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return None
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor with its strides and overlaps."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested and tensor.numel()
+    if not is_plain or tensor.is_contiguous():
+        return tensor.clone()
+    sizes, strides = tensor.size(), tensor.stride()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    flat = torch.as_strided(tensor, (span,), (1,)).clone()
+    return torch.as_strided(flat, sizes, strides, 0)
+
+
+def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
+    """List the tensors in an operator's arguments, also those in lists."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, torch.Tensor):
+                found.append(each)
+    return found
 
 
 class Value:
@@ -34,14 +78,14 @@ class Value:
         reads: number of these readers that have read it in this backward.
         is_saved: whether autograd saved it.
         is_alone: whether autograd's save is the only reason to hold it.
-        guard: compares a replay with the bits of the forward; None if bits are not compared.
+        fingerprint: compares a replay with the bits of the forward; None if bits are not compared.
     """
 
     __slots__ = (
         "__weakref__",
         "boxed",
         "cached",
-        "guard",
+        "fingerprint",
         "held",
         "is_alone",
         "is_saved",
@@ -55,7 +99,7 @@ class Value:
         self.version = version
         self.boxed: Callable[[], torch.Tensor] | None = None
         self.cached: torch.Tensor | None = None
-        self.guard: Guard | None = None
+        self.fingerprint: Fingerprint | None = None
         self.readers = self.reads = 0
         self.is_saved = self.is_alone = False
 
@@ -120,7 +164,7 @@ class Known(ref[torch.Tensor]):
     version: int
 
 
-class Recorded(Protocol):
+class Operation(Protocol):
     """The operator of a call."""
 
     op: Any
@@ -158,13 +202,13 @@ class OpCall(Value):
 
     def __init__(
         self,
-        recorder: Recorded,
+        recorder: Operation,
         args: list[Any],
         kwargs: dict[str, Any] | None,
         inputs: list[Value],
         copies: bool = False,
     ) -> None:
-        self.held = self.boxed = self.cached = self.guard = None
+        self.held = self.boxed = self.cached = self.fingerprint = None
         self.version = self.readers = self.reads = 0
         self.is_saved = self.is_alone = False
         self.recorder, self.args, self.kwargs, self.inputs = recorder, args, kwargs, inputs

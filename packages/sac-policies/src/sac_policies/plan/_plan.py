@@ -32,9 +32,9 @@ from ..policies._policies import Policy
 from ..policies._rules import RECOMPUTE_ALL
 from ._alike import Blocks, find_blocks
 from ._devices import DEVICES, FREE_SHARE, Device
-from ._mixture import SLICES, Measured, Step, offloaded
+from ._mixture import SLICES, Measured, StepEstimate, offloaded
 from ._model import OPTIMIZERS, Batch, Subject, build
-from ._watch import Span, watch_step
+from ._watch import SECOND, Span, watch_step
 
 PLAIN, OFFLOADED, HIDDEN = LEVELS[KEEPS], LEVELS[INPUTS_AWAY], LEVELS[HIDDEN_AWAY]
 _POLICIES = {
@@ -77,13 +77,13 @@ class Estimate:
     gradient_bytes: int
     optimizer_bytes: int
     budget_bytes: int
-    plain: Step
-    uniform: dict[str, Step]
+    plain: StepEstimate
+    uniform: dict[str, StepEstimate]
     most_tokens: dict[str, int]
-    recommended: Step | None
-    smallest: Step
-    sliced: Step | None
-    smallest_sliced: Step
+    recommended: StepEstimate | None
+    smallest: StepEstimate
+    sliced: StepEstimate | None
+    smallest_sliced: StepEstimate
     block_count: int
     block_name: str
 
@@ -217,7 +217,7 @@ def _hidden(
 
     Blocks of one class with equally large inputs offload the same values.
     """
-    seconds = {span.key: span.seconds for span in plain}
+    ns = {span.key: span.ns for span in plain}
     rate = 1 / device.copy_seconds(1)
     kinds = list(zip(map(type, blocks.modules), blocks.input_bytes, strict=True))
     found: dict[tuple[type[nn.Module], int], tuple[Policy, int]] = {}
@@ -230,7 +230,7 @@ def _hidden(
         if parted(forward, args, kwargs) is None:
             return
         trace = profile(forward, *args, **kwargs)
-        link = Link(rate, rate, seconds["forward", number])
+        link = Link(rate, rate, ns[number, 0, False] / SECOND)
         away = {item.op for item in link.hidden(trace, input_bytes)}
         if away:
             rows = sorted((trace.ops[op].key, Decision.SAVE) for op in away)

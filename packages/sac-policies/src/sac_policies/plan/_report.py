@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..budget._sizes import format_size
-from ._mixture import SLICES, Step
+from ._mixture import SLICES, StepEstimate
 from ._plan import Estimate
 from ._watch import ACTIVATIONS, GRADIENTS, LOGITS
 
@@ -59,7 +59,7 @@ def _levels(one: Estimate) -> Iterator[str]:
         yield f"  {name:<30}{step.peak_bytes / GIB:>8.2f}{_timed(one, step)}  {fits:<4}{most:>22}"
 
 
-def _timed(one: Estimate, step: Step) -> str:
+def _timed(one: Estimate, step: StepEstimate) -> str:
     return f"{step.seconds * 1e3:>10,.1f}{step.seconds / one.plain.seconds:>12.2f}"
 
 
@@ -87,7 +87,7 @@ def _recommendation(one: Estimate) -> Iterator[str]:
     yield from helps(one)
 
 
-def _said(step: Step) -> str:
+def _said(step: StepEstimate) -> str:
     parts, first = [], 0
     for name, count in step.levels:
         where = f"blocks {first} to {first + count - 1}" if count > 1 else f"block {first}"
@@ -124,11 +124,11 @@ def helps(one: Estimate) -> Iterator[str]:
         )
 
 
-def _peak(step: Step) -> int:
+def _peak(step: StepEstimate) -> int:
     return step.peak_bytes
 
 
-def _ranks(one: Estimate, least: Step, most: Sequence[int] = (2, 4, 8, 16, 32, 64)) -> int:
+def _ranks(one: Estimate, least: StepEstimate, most: Sequence[int] = (2, 4, 8, 16, 32, 64)) -> int:
     """Return the fewest ranks over which the smallest step would fit; 0 for none."""
     held = one.parameter_bytes + one.optimizer_bytes + least.causes[GRADIENTS]
     for ranks in most:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from torch import nn
 
 from .._tensors import tensors_in
 from .._torch_compat import storage_bytes, storage_key, storage_under
-from .._torch_compat._module_calls import around_calls
 from .._watching_mode import WatchingMode
-from ..budget._measure import no_collection
+from ..budget._intervals import Key, marked
+from ..budget._measure import Interval, no_collection
 from ..policies._flops import flops_of
 from ._alike import Blocks
 from ._devices import Device
@@ -30,8 +29,8 @@ from ._devices import Device
 Amount = tuple[int, int, int]
 """Bytes of gradients, of activations, and of logits and loss."""
 GRADIENTS, ACTIVATIONS, LOGITS = range(3)
+SECOND = 10**9
 ZERO: Amount = (0, 0, 0)
-START, TAIL = "start", "tail"
 
 
 def added(one: Amount, other: Amount, times: int = 1) -> Amount:
@@ -40,36 +39,36 @@ def added(one: Amount, other: Amount, times: int = 1) -> Amount:
 
 
 @dataclass(frozen=True)
-class Span:
-    """The part of a step between two marks.
+class Span(Interval):
+    """An interval of a step on fake tensors; its time is that of its kernels by the roofline.
 
     Attributes:
-        key: START, TAIL, or an event and the number of the block: "forward", "between" (until
-            the next block begins; its inputs may be freed there) or "backward".
-        grown: bytes at its end minus those at its start.
-        most: the peak over its start.
-        seconds: of its kernels by the roofline.
+        grown_by: `grown` by cause.
+        most_by: bytes at the peak over those at its start, by cause.
     """
 
-    key: Hashable
-    grown: Amount
-    most: Amount
-    seconds: float
+    grown_by: Amount = ZERO
+    most_by: Amount = ZERO
 
 
 class Watch(WatchingMode):
-    """Records storages and roofline times of all operators, divided at marks."""
+    """Records storages and roofline times of all operators, divided at marks.
 
-    def __init__(self, device: Device) -> None:
+    Args:
+        device: the device whose roofline gives the times.
+        tail: key of the mark after the last block.
+    """
+
+    def __init__(self, device: Device, tail: Key) -> None:
         super().__init__()
-        self._device = device
+        self._device, self._tail = device, tail
         self._made: dict[int, tuple[weakref.ref[Any], int, int]] = {}
         """By key: the storage, its bytes, its cause."""
         self._now = [0, 0, 0]
         self.spans: list[Span] = []
-        self._begin(START)
+        self._begin(None)
 
-    def _begin(self, key: Hashable) -> None:
+    def _begin(self, key: Any) -> None:
         self._key, self._seconds = key, 0.0
         self._before = self._most = self._amount()
 
@@ -77,10 +76,19 @@ class Watch(WatchingMode):
         gradients, activations, logits = self._now
         return gradients, activations, logits
 
-    def mark(self, key: Hashable) -> None:
+    def mark(self, key: Any) -> None:
         """End a span and begin another."""
         grown, most = (added(each, self._before, -1) for each in (self._amount(), self._most))
-        self.spans.append(Span(self._key, grown, most, self._seconds))
+        self.spans.append(
+            Span(
+                self._key,
+                sum(grown),
+                sum(most),
+                ns=round(self._seconds * SECOND),
+                grown_by=grown,
+                most_by=most,
+            )
+        )
         self._begin(key)
 
     def note_gradient(self, parameter: torch.Tensor) -> None:
@@ -110,7 +118,7 @@ class Watch(WatchingMode):
         if key in self._made or storage is None:
             return
         size = storage_bytes(tensor)
-        cause = LOGITS if self._key == TAIL else ACTIVATIONS
+        cause = LOGITS if self._key == self._tail else ACTIVATIONS
         self._made[key] = weakref.ref(storage, lambda _: self._free(key)), size, cause
         self._now[cause] += size
         if sum(self._now) > sum(self._most):
@@ -153,44 +161,32 @@ def watch_step(
         loss_of: runs the forward and returns its loss.
         device: the device whose roofline gives the times.
     """
-    watch = Watch(device)
-    with no_collection(), blocks.standing_in(), _marks(model, blocks.modules, watch), watch:
-        loss = loss_of()
-        loss.backward()
-        del loss
-        watch.mark(START)
-    for parameter in model.parameters():
-        parameter.grad = None
-    by_key = {span.key: span for span in watch.spans}
-    return [
-        replace(by_key[span.key[0], blocks.like[span.key[1]]], key=span.key)
-        if isinstance(span.key, tuple) and span.key[1] in blocks.like
-        else span
-        for span in watch.spans
-    ]
-
-
-@contextmanager
-def _marks(model: nn.Module, blocks: Sequence[nn.Module], watch: Watch) -> Iterator[None]:
-    """Mark where blocks begin and end in forward, and begin in backward."""
-    left = len(blocks)
-
-    def begin(number: int, args: Any, kwargs: Any) -> None:
-        watch.mark(("forward", number))
-
-    def end(number: int, output: Any) -> None:
-        nonlocal left
-        left -= 1
-        watch.mark(("between", number) if left else TAIL)
-        for each in tensors_in(output)[:1]:
-            if each.requires_grad:
-                each.register_hook(lambda _: watch.mark(("backward", number)))
-
-    with ExitStack() as stack:
-        for number, block in enumerate(blocks):
-            stack.enter_context(around_calls(block, partial(begin, number), partial(end, number)))
+    watch = Watch(device, tail_of(len(blocks.modules)))
+    with no_collection(), ExitStack() as stack:
+        stack.enter_context(blocks.standing_in())
+        stack.enter_context(marked(blocks.modules, watch))
         for parameter in model.parameters():
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(watch.note_gradient)
                 stack.callback(hook.remove)
-        yield
+        stack.enter_context(watch)
+        loss = loss_of()
+        loss.backward()
+        del loss
+        watch.mark(None)
+    for parameter in model.parameters():
+        parameter.grad = None
+    by_key = {span.key: span for span in watch.spans}
+    found = []
+    for span in watch.spans:
+        if span.key is not None and span.key[0] in blocks.like:
+            number, *rest = span.key
+            key = (blocks.like[number], *rest)
+            span = replace(by_key[key], key=span.key)
+        found.append(span)
+    return found
+
+
+def tail_of(blocks: int) -> Key:
+    """Return the key of the interval after the last block."""
+    return blocks - 1, 0, None

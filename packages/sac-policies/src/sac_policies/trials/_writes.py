@@ -19,7 +19,7 @@ from .._torch_compat._dispatch import is_wrapper
 from .._watching_mode import WatchingMode
 from ..policies._operators import BATCH_NORMS, STATISTICS, facts_of
 
-_COLLECTIVES = frozenset({"c10d", "fsdp"})
+_COLLECTIVE_NAMESPACES = frozenset({"c10d", "fsdp"})
 """Namespaces of operators that write to their arguments, which not all of their schemas say."""
 
 
@@ -65,7 +65,7 @@ class Writes(WatchingMode):
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that a call may write to."""
-    if getattr(op, "namespace", "") in _COLLECTIVES:
+    if getattr(op, "namespace", "") in _COLLECTIVE_NAMESPACES:
         return tensors_in((args, kwargs))
     if op in BATCH_NORMS:
         return tensors_in(args[STATISTICS])

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sac_policies import RecomputeError
-from sac_policies.eager import _guards
-from sac_policies.eager._guards import Guard, fingerprint
+from sac_policies.eager import _fingerprints
+from sac_policies.eager._fingerprints import Fingerprint, sums_of
 
 
 def refuse() -> Exception:
@@ -22,23 +22,23 @@ def refuse() -> Exception:
 def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare as on the CPU, or as on a device with delayed results."""
     if request.param == "later":
-        monkeypatch.setattr(_guards, "_is_immediate", lambda tensor: False)
+        monkeypatch.setattr(_fingerprints, "_is_immediate", lambda tensor: False)
 
 
 @pytest.mark.usefixtures("_kind")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int8])
 @pytest.mark.parametrize("shape", [(0,), (7,), (100, 100), (3, 1, 700)])
-def test_guard_sees_every_changed_element(dtype: Any, shape: Any) -> None:
+def test_fingerprint_sees_every_changed_element(dtype: Any, shape: Any) -> None:
     """Equal tensors pass at any storage offset; one changed element is detected."""
     one = torch.randn(shape).mul_(50).to(dtype)
     shifted = torch.empty(one.numel() + 1, dtype=dtype)[1:].view(shape).copy_(one)
-    guard = Guard(one)
-    guard.check(shifted, refuse)
+    fingerprint = Fingerprint(one)
+    fingerprint.check(shifted, refuse)
     for at in range(0, one.numel(), max(1, one.numel() // 7)):
         other = one.clone()
         other.view(-1)[at] = 3 if one.view(-1)[at] != 3 else 4
         with pytest.raises(RecomputeError):
-            guard.check(other, refuse)
+            fingerprint.check(other, refuse)
 
 
 @pytest.mark.parametrize(
@@ -46,15 +46,15 @@ def test_guard_sees_every_changed_element(dtype: Any, shape: Any) -> None:
     [lambda t: t.t(), lambda t: t[:, ::2], lambda t: t[5:6], lambda t: t[:, None].transpose(0, 2)],
     ids=["columns", "every second", "one row", "with a dimension of one"],
 )
-def test_guard_sees_a_change_of_a_strided_tensor(view: Any) -> None:
+def test_fingerprint_sees_a_change_of_a_strided_tensor(view: Any) -> None:
     """The last element changes, as of a parameter that is a view of a larger tensor."""
     one = torch.randn(20, 30)
     other = one.clone()
-    guard = Guard(view(one))
-    guard.check(view(other), refuse)
+    fingerprint = Fingerprint(view(one))
+    fingerprint.check(view(other), refuse)
     view(other)[..., -1, -1] += 1
     with pytest.raises(RecomputeError):
-        guard.check(view(other), refuse)
+        fingerprint.check(view(other), refuse)
 
 
 @pytest.mark.usefixtures("_kind")
@@ -62,7 +62,7 @@ def test_guard_sees_a_change_of_a_strided_tensor(view: Any) -> None:
 def test_not_a_number_equals_itself(side: int) -> None:
     """Bits are compared, not numbers."""
     one = torch.full((side, side), float("nan"))
-    Guard(one).check(one.clone(), refuse)
+    Fingerprint(one).check(one.clone(), refuse)
 
 
 def test_fingerprint_sees_rows_and_columns_that_change_places() -> None:
@@ -71,12 +71,12 @@ def test_fingerprint_sees_rows_and_columns_that_change_places() -> None:
     for dim in (0, 1):
         order = torch.arange(256)
         order[[17, 18]] = order[[18, 17]]
-        assert not torch.equal(fingerprint(one), fingerprint(one.index_select(dim, order)))
+        assert not torch.equal(sums_of(one), sums_of(one.index_select(dim, order)))
 
 
 def _read_by(words: int) -> torch.Tensor:
     """For each word, how often each sum adds it."""
-    rows, columns, step = _guards._table_of(words)
+    rows, columns, step = _fingerprints._table_of(words)
     table = torch.arange(words).as_strided((rows, columns), (step, 1))
     found = torch.zeros(words, rows + columns)
     for dim, first in ((0, 0), (1, rows)):
@@ -91,7 +91,7 @@ def test_change_of_three_words_is_seen_whatever_they_are(words: int) -> None:
     read = _read_by(words)
     assert len(read.unique(dim=0)) == words
     assert read.sum(1).min() >= 2
-    step = _guards._table_of(words)[2]
+    step = _fingerprints._table_of(words)[2]
     for first in range(words - 2 * step):  # other pairs lie in another column
         three = read[[first, first + step, first + 2 * step]]
         assert torch.linalg.matrix_rank(three) == 3
@@ -101,18 +101,18 @@ def test_change_of_three_words_is_seen_whatever_they_are(words: int) -> None:
 def test_few_words_are_kept_themselves(words: int) -> None:
     """A table of less than three rows could miss a change of three words."""
     tensor = torch.arange(words)
-    assert torch.equal(fingerprint(tensor), tensor)
-    assert min(_guards._table_of(each)[0] for each in range(381, 4000)) == 3
+    assert torch.equal(sums_of(tensor), tensor)
+    assert min(_fingerprints._table_of(each)[0] for each in range(381, 4000)) == 3
 
 
 @pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> Guard:
-    """A guard of a large tensor whose comparison is not yet computed."""
-    monkeypatch.setattr(_guards, "_is_immediate", lambda tensor: False)
-    return Guard(torch.zeros(70, 70))
+def later(monkeypatch: pytest.MonkeyPatch) -> Fingerprint:
+    """The fingerprint of a large tensor whose comparison is not yet computed."""
+    monkeypatch.setattr(_fingerprints, "_is_immediate", lambda tensor: False)
+    return Fingerprint(torch.zeros(70, 70))
 
 
-def test_comparison_on_an_accelerator_is_read_when_backward_ends(later: Guard) -> None:
+def test_comparison_on_an_accelerator_is_read_when_backward_ends(later: Fingerprint) -> None:
     """The gradient behind the changed tensor is computed before the error is raised."""
     x = torch.ones(2, requires_grad=True)
     y, seen = x * 1, []
@@ -123,7 +123,7 @@ def test_comparison_on_an_accelerator_is_read_when_backward_ends(later: Guard) -
     assert seen == [x.shape]
 
 
-def test_comparison_outlives_a_backward_inside_its_own(later: Guard) -> None:
+def test_comparison_outlives_a_backward_inside_its_own(later: Fingerprint) -> None:
     """Each backward reads its own comparisons."""
     ended = []
 
@@ -146,11 +146,13 @@ def test_comparison_outlives_a_backward_inside_its_own(later: Guard) -> None:
 
 
 def test_comparison_is_read_by_whichever_thread_ends_the_backward(
-    later: Guard, monkeypatch: pytest.MonkeyPatch
+    later: Fingerprint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device's thread compares, and the caller's thread may be the last one."""
     at_the_end: list[Any] = []
-    monkeypatch.setattr(_guards, "after_backward", lambda callback: not at_the_end.append(callback))
+    monkeypatch.setattr(
+        _fingerprints, "after_backward", lambda callback: not at_the_end.append(callback)
+    )
     device = threading.Thread(target=later.check, args=(torch.ones(70, 70), refuse))
     device.start()
     device.join()
@@ -159,7 +161,7 @@ def test_comparison_is_read_by_whichever_thread_ends_the_backward(
         settle()
 
 
-def test_comparison_outside_of_backward_is_made_at_once(later: Guard) -> None:
+def test_comparison_outside_of_backward_is_made_at_once(later: Fingerprint) -> None:
     """There is no end of backward at which it could be read."""
     with pytest.raises(RecomputeError, match="changed"):
         later.check(torch.ones(70, 70), refuse)

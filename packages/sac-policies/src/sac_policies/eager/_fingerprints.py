@@ -19,7 +19,6 @@ import torch
 
 from .._torch_compat import after_backward, is_freed
 from .._torch_compat._dispatch import no_dispatch
-from ._aliasing import is_dense
 
 _STEPS = (127, 113, 109, 107, 103, 101, 97, 89)
 """Words from row to row of a table, primes: no row of a usual matrix is a whole number of them."""
@@ -45,17 +44,17 @@ _is_immediate: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cpu")
 """Whether the numbers of a tensor's device are there without waiting."""
 
 
-class Guard:
+class Fingerprint:
     """The fingerprint of one tensor.
 
     Args:
-        tensor: a strided tensor with data. No dispatch mode may see the guard being made.
+        tensor: a strided tensor with data. No dispatch mode may see its operators.
     """
 
     __slots__ = ("_nbytes", "_sums")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._nbytes, self._sums = tensor.nbytes, fingerprint(tensor)
+        self._nbytes, self._sums = tensor.nbytes, sums_of(tensor)
 
     def check(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
         """Raise `error` if a tensor has other bits, or its memory was freed.
@@ -66,10 +65,10 @@ class Guard:
         if is_freed(tensor) or tensor.nbytes != self._nbytes:
             raise error()
         if _is_immediate(tensor):
-            if not torch.equal(self._sums, fingerprint(tensor)):
+            if not torch.equal(self._sums, sums_of(tensor)):
                 raise error()
         elif not is_capturing(tensor.device):
-            _raise_unless((self._sums == fingerprint(tensor)).all(), error)
+            _raise_unless((self._sums == sums_of(tensor)).all(), error)
 
 
 def _raise_unless(same: torch.Tensor, error: Callable[[], Exception]) -> None:
@@ -86,7 +85,7 @@ def _raise_unless(same: torch.Tensor, error: Callable[[], Exception]) -> None:
         settle()
 
 
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+def sums_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return int64 sums of the bits of a tensor: of rows, then of columns; all words if few."""
     with no_dispatch(), torch.no_grad():
         return _sums(tensor.detach())
@@ -131,3 +130,13 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if is_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.reshape(-1).contiguous()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
