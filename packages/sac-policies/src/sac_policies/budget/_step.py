@@ -388,6 +388,10 @@ def _check_trainers(seen: list[Any]) -> None:
             )
 
 
+_PERCENT = range(2, 101)
+"""Bytes that are meant as percent."""
+
+
 class Limit:
     """A budget and its reserve, checked before anything runs.
 
@@ -402,6 +406,11 @@ class Limit:
     def __init__(self, budget: Budget, reserve: Budget) -> None:
         self._budget, self._reserve = budget, reserve
         self._is_device = isinstance(budget, str) and budget == "device"
+        if type(budget) is int and budget in _PERCENT:
+            raise BudgetError(
+                f"sac_policies.fit_: budget {budget} is {budget} bytes, less than any step takes. "
+                f'Write "{budget}%" for a share of the plain step, or "{budget} GiB".'
+            )
         for each, what in ((0 if self._is_device else budget, "budget"), (reserve, "reserve")):
             budget_bytes(each, total_bytes=0, what=what)
 
