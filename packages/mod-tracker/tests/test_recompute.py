@@ -295,19 +295,3 @@ def test_checkpoint_is_patched_inside_the_block_only(x):
             assert [dict(vars(kind)) for kind in kinds] != before
         checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
     assert [dict(vars(kind)) for kind in kinds] == before
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_tracker_left_inside_a_recompute_is_outside_afterwards(x, use_reentrant):
-    tracker, runs = ModTracker(), []
-
-    def region(x):
-        runs.append(tracker.phase)
-        if len(runs) == 2:
-            tracker.__exit__(None, None, None)
-        return x.sin()
-
-    tracker.__enter__()
-    checkpoint(region, x, use_reentrant=use_reentrant).sum().backward()
-    with tracker:
-        assert (runs, tracker.phase) == (["outside", "recompute"], "outside")

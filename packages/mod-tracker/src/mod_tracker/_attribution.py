@@ -155,11 +155,6 @@ class Attribution:
             with no_grad():  # a checkpoint enables gradients until a little later
                 self.tell_switch()
 
-    def forget_recomputes(self) -> None:
-        """Drop recomputations that have not ended: their ends are not announced to this tracker."""
-        for state in list(self.states):
-            state.repeats.clear()
-
     def attribute_op(self) -> tuple[Call, str]:
         """`locate` for an operator. Also attributes nodes that a backward creates."""
         call, phase = self.locate()

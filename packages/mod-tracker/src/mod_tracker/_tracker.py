@@ -82,7 +82,6 @@ class ModTracker:
             if self._entered == 1:
                 self._call_patch.remove()
                 self._end_recomputes()
-                self._attribution.forget_recomputes()
             self._entered = max(0, self._entered - 1)
 
     # The drop-in interface.
