@@ -55,7 +55,7 @@ def test_ranks_answer_and_faults_stay_with_their_case(suite):
         _case("CW-001", "b_same", same, is_first=False),
         _case("CW-002", "c_wrong", "ranks(2, wrong_on_one)"),
         _case("CW-002", "d_dead", "ranks(2, dead)", is_first=False),
-        _case("CW-002", "e_silent", "ranks(2, silent, timeout_s=2)", is_first=False),
+        _case("CW-002", "e_silent", "ranks(2, silent, timeout_s=6)", is_first=False),
         _case("CW-003", "f_again", good.format(n=2, s=3)),
     ]
     suite.write("cases/ckpt_wrap/test_cases.py", "".join(cases))

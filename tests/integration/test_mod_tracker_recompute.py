@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ckpt_wrap
 import sac_policies
-from mod_tracker import ModTracker, profile_flops, profile_memory, profile_time, trace
+from mod_tracker import profile_flops, profile_memory, profile_time, trace
 
 Call = Callable[[nn.Module, Tensor], Tensor]
 
@@ -99,15 +99,12 @@ def test_memory_and_stack(way: str) -> None:
         assert bytes_of[f"Model.blocks.{index}.up"] == 16 * 32 * 4
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "torch, a function"])
+@pytest.mark.parametrize("way", WAYS)
 def test_time_and_trace(way: str) -> None:
-    """A region of modules, or of a library that announces it, takes time in recompute."""
+    """Recomputation takes time, with or without modules."""
     model = Model(WAYS[way])
-    with ModTracker(model) as tracker, profile_time(model) as report, trace(model) as timeline:
-        phases = set()
-        tracker.subscribe(switched=lambda call, phase: phases.add(phase))
+    with profile_time(model) as report, trace(model) as timeline:
         model(batch()).sum().backward()
     assert report.sum("self_recompute") > 0
     assert timeline.sum("self_recompute") > 0
     assert any(event.get("cat") == "recompute" for event in timeline.events)
-    assert "recompute" in phases

@@ -74,6 +74,7 @@ def test_checkpointed_run_is_plain_to_the_last_bit(demo, tmp_path, capsys):
     assert freed > 0
 
 
+@pytest.mark.nightly
 def test_every_configuration_trains_as_plain_does(demo, tmp_path):
     """No part changes a loss, and every memory-saving configuration keeps less than plain."""
     demo.main([*TINY, "--out", str(tmp_path)])
@@ -152,6 +153,7 @@ def test_interrupt_keeps_finished_turns(demo, tmp_path, capsys, monkeypatch):
     assert "the turns finished so far are on disk" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_short_script_trains_alone_and_on_two_ranks(tmp_path):
     """The script runs by the commands in its docstring, and stays short."""
     script = str(HERE / "train_gpt.py")

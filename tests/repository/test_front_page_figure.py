@@ -39,7 +39,7 @@ def measure(script: Any, folder: Path, *options: str) -> tuple[int, dict[str, An
     return status, json.loads(out.read_text()), figure.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_front_page_runs_at_toy_size(tools: Any, tmp_path: Path) -> None:
     """Gradients equal plain's, and peaks have the expected order."""
     script, _ = tools

@@ -157,7 +157,7 @@ def worker() -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_train_the_same_bits() -> None:
     """Weights and optimizer state by name, with accumulation; resumed both ways, too."""
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]

@@ -60,7 +60,7 @@ def test_example_says_its_claim(name: str) -> None:
     assert text.count("claim holds: ") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_claim_of_example_holds(name: str) -> None:
     """It runs by its command; without another library that it needs it is skipped."""

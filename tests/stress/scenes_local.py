@@ -101,8 +101,7 @@ def _left_twice(tracker: mod_tracker.ModTracker) -> Iterator[None]:
 
 def _listening() -> AbstractContextManager[None]:
     tracker = mod_tracker.ModTracker()
-    tracker.subscribe(pre_forward=lambda *_: None, post_backward=lambda *_: None)
-    tracker.subscribe(switched=lambda *_: None)
+    tracker.register_user_hooks(pre_fw_hook=lambda *_: None)
     tracker.register_user_hooks(post_bw_hook=lambda *_: None)
     return _left_twice(tracker)
 

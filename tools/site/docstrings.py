@@ -57,9 +57,20 @@ class PublicTypes(griffe.Extension):
             for name in pages.public_names(pkg.path):
                 shown = pkg[name]
                 shown = shown.final_target if isinstance(shown, griffe.Alias) else shown
+                _show_options(shown, pkg)
                 for member in (shown, *(shown.members.values() if shown.is_class else ())):
                     if not isinstance(member, griffe.Alias):
                         _show(member, pkg)
+
+
+def _show_options(function: Any, pkg: griffe.Module) -> None:
+    """Give a function the parameters that its decorator, such as `@in_place_with(Class)`, adds."""
+    for decorator in getattr(function, "decorators", ()):
+        call = decorator.value
+        if isinstance(call, griffe.ExprCall) and call.function.name.endswith("_with"):
+            path = call.arguments[0].canonical_path.removeprefix(f"{pkg.path}.")
+            _own, _by, *options = pkg[path]["__init__"].parameters
+            function.parameters = griffe.Parameters(next(iter(function.parameters)), *options)
 
 
 def _show(member: Any, pkg: griffe.Module) -> None:

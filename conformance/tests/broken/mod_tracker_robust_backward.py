@@ -11,6 +11,7 @@ from torchparts_conformance.mutants import mutant
 from .faults.mod_tracker import (
     at_first_entry,
     following,
+    listen_to,
     skipping_entry,
     sticking,
     with_hooks,
@@ -34,11 +35,11 @@ def what_was_recomputed_is_lost(part):
     def listen(tracker):
         tracker.again = set()
 
-        def note(call, args, kwargs):
+        def note(module, args, kwargs):
             if tracker.phase == "recompute":
-                tracker.again.add(call.name)
+                tracker.again.add(tracker.current)
 
-        tracker.subscribe(pre_forward=note)
+        listen_to(tracker, pre_forward=note)
 
     return with_parents(at_first_entry(part, listen), lambda t, n: n - t.again if t.is_bw else n)
 

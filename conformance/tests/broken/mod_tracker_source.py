@@ -6,7 +6,14 @@ from torch import nn
 
 from torchparts_conformance.mutants import mutant
 
-from .faults.mod_tracker import at_first_entry, with_hooks, with_names, with_parents, with_tracker
+from .faults.mod_tracker import (
+    at_first_entry,
+    listen_to,
+    with_hooks,
+    with_names,
+    with_parents,
+    with_tracker,
+)
 
 AREA = "mod-tracker"
 
@@ -50,7 +57,7 @@ def backward_never_ends(part):
     """Reports backward after a backward has ended."""
 
     def listen(tracker):
-        tracker.subscribe(post_backward=lambda *_: setattr(tracker, "had_one", True))
+        listen_to(tracker, post_backward=lambda *_: setattr(tracker, "had_one", True))
 
     def is_bw(base, self):
         stuck = getattr(self, "had_one", False) and self.phase == "outside"

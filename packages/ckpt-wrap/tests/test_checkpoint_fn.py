@@ -69,7 +69,7 @@ def test_options_of_a_given_function_are_passed_to_it():
     [
         {"checkpoint_impl": CheckpointImpl.REENTRANT},
         {"use_reentrant": True},
-        {"use_reentrant": False},
+        {"use_reentrant": False, "debug": False},
     ],
     ids=str,
 )

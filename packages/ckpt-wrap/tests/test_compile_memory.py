@@ -73,8 +73,14 @@ HOW = {
 }
 QUICK, SLOW = "aot_eager_decomp_partition", "inductor"
 CASES = [(QUICK, how, way) for how in HOW for way in WAYS]
-CASES += [(SLOW, "block.compile()", way) for way in WAYS] + [
-    (SLOW, "model.compile()", "checkpoint_")
+CASES += [(SLOW, "block.compile()", way) for way in WAYS]
+CASES += [(SLOW, "model.compile()", "checkpoint_")]
+# Under the compiler, the wrapper and the other ways to compile run the same code.
+DAILY = {("block.compile()", "checkpoint_"), ("block.compile()", "context_fn")}
+DAILY |= {(how, "checkpoint_") for how in HOW} | {("model.compile()", way) for way in WAYS}
+DAILY |= {("eager", way) for way in WAYS}
+CASES = [
+    pytest.param(*case, marks=[] if case[1:] in DAILY else pytest.mark.nightly) for case in CASES
 ]
 
 

@@ -93,19 +93,15 @@ torch.set_num_threads(1)
 module = offload_(torch.nn.Tanh(), to=sys.argv[1])
 loss = module(torch.randn(64, 64, requires_grad=True)).sum()
 assert offload_stats(module).bytes_away == 64 * 64 * 4
-if sys.argv[2] == "raise":
-    raise ValueError("on purpose")
-if sys.argv[2] == "kill":
-    os.kill(os.getpid(), signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("ending", ["normal", "raise", "kill"])
-def test_folder_is_empty_after_the_process(tmp_path, ending):
-    """The folder is empty even if the process was killed with tensors in it."""
-    command = [sys.executable, "-c", WORKER, str(tmp_path), ending]
+def test_folder_is_empty_after_a_killed_process(tmp_path):
+    """Files have no names, so a process cannot leave any, however it ends."""
+    command = [sys.executable, "-c", WORKER, str(tmp_path)]
     code = subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
-    assert code == {"normal": 0, "raise": 1, "kill": -signal.SIGKILL}[ending]
+    assert code == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
 
 

@@ -20,6 +20,7 @@ from ckpt_wrap import (
     checkpoint_,
     checkpoint_layers_,
     checkpoint_wrapper,
+    clean_state_dict,
     offload_,
     offload_stats,
     offload_wrapper,
@@ -106,9 +107,26 @@ CASES = {
         lambda: checkpoint_(nn.ReLU(), policy=3),
         OptionError,
         "checkpoint_: option 'policy' needs checkpoint_fn=, which receives it; options without it "
-        "are preserve_rng_state, context_fn, determinism_check, early_stop. For a policy of "
-        "sac-policies, pass checkpoint_fn=sac_policies.checkpoint; for the debug= of torch's "
-        "checkpoint, checkpoint_fn=torch.utils.checkpoint.checkpoint, use_reentrant=False.",
+        "are use_reentrant, preserve_rng_state, context_fn, determinism_check, early_stop, debug. "
+        "For a policy of sac-policies, pass checkpoint_fn=sac_policies.checkpoint.",
+    ),
+    "debug": (
+        lambda: checkpoint_wrapper(nn.ReLU(), debug=True),
+        OptionError,
+        "checkpoint_wrapper: option 'debug' is True, but only torch's checkpoint prints the "
+        "operators of both runs. Pass checkpoint_fn=torch.utils.checkpoint.checkpoint, "
+        "use_reentrant=False with it.",
+    ),
+    "a number for a bool": (
+        lambda: checkpoint_wrapper(nn.ReLU(), early_stop=0),
+        OptionError,
+        "checkpoint_wrapper: option 'early_stop' is 0, but it must be a bool. Pass True or False.",
+    ),
+    "one context": (
+        lambda: checkpoint_(nn.ReLU(), context_fn=lambda: None)(torch.ones(2)),
+        OptionError,
+        "checkpoint_: option 'context_fn' returned None for module ReLU, but it must return two "
+        "context managers. Return one for forward and one for recomputation.",
     ),
     "determinism_check": (
         lambda: checkpoint_(nn.ReLU(), determinism_check="nope"),
@@ -157,6 +175,18 @@ CASES = {
         "apply_activation_checkpointing: option 'check_fn' is 'ReLU', but it must be a "
         "function of a module. Pass such a function.",
     ),
+    "apply with no function": (
+        lambda: apply_activation_checkpointing(_sequential(), None),
+        PolicyError,
+        "apply_activation_checkpointing: option 'checkpoint_wrapper_fn' is None, but it must be a "
+        "function that wraps a module. Pass checkpoint_wrapper or offload_wrapper.",
+    ),
+    "clean a module": (
+        lambda: clean_state_dict(nn.ReLU()),
+        OptionError,
+        "clean_state_dict: state_dict is of type ReLU, but it must map names to values. Pass "
+        "model.state_dict(), or what torch.load returned.",
+    ),
     "apply, nothing returned": (
         lambda: apply_activation_checkpointing(_sequential(), lambda module: None),
         ModuleError,
@@ -203,7 +233,7 @@ def test_a_number_is_an_int_of_at_least_zero(name, value):
             ModuleError,
             r"module '2' \(ModuleList\) has no forward",
         ),
-        (lambda model: checkpoint_(model, True), TypeError, "positional argument"),
+        (lambda model: checkpoint_(model, True), OptionError, "'checkpoint_impl' is True"),
         (lambda model: offload_(model, "cpu"), TypeError, "positional argument"),
         (lambda model: offload_(model, pin_memory=True), TypeError, "pin_memory"),
     ],

@@ -396,35 +396,6 @@ def test_a_backward_inside_forward_reads_buffers_as_they_were(wrap):
     assert_same(results(wrapped), results(plain))
 
 
-class Average(nn.Module):
-    """A tensor in a plain attribute that forward reads and replaces."""
-
-    def __init__(self, size=8) -> None:
-        super().__init__()
-        self.l = nn.Linear(8, 8)
-        self.mean = torch.zeros(size)
-
-    def forward(self, x):
-        y = self.l(x) + self.mean[:8]
-        self.mean = self.mean * 0.5 + 1
-        return torch.tanh(y) * y
-
-
-def test_tensors_in_attributes_are_read_as_they_were(wrap):
-    """The attribute is replaced by forward, and by other code before backward."""
-    plain = Average()
-    wrapped = wrap(copy.deepcopy(plain))
-    found = []
-    for module in (plain, wrapped):
-        loss = sum(module(torch.ones(2, 8)).sum() for _ in range(2))
-        holder = next(m for m in module.modules() if isinstance(m, Average))
-        holder.mean = torch.zeros(8)
-        loss.backward()
-        assert torch.equal(holder.mean, torch.zeros(8))
-        found.append([p.grad for p in module.parameters()])
-    assert_same(*found)
-
-
 def test_a_compiled_module_inside_reads_buffers_as_they_were():
     """Forward and recomputation run the same compiled code."""
     plain = nn.Sequential(ReadThenAdd())

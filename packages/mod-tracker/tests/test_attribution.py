@@ -221,7 +221,9 @@ def test_module_that_a_hook_calls_is_each_trackers_own(x):
     module = nn.Tanh()
     x.register_hook(lambda grad: module(grad) * 0 + grad)
     for name, tracker in (("first", first), ("second", second)):
-        tracker.subscribe(pre_forward=lambda call, *_, name=name: heard.append((name, call.name)))
+        tracker.register_user_hooks(
+            lambda *_, t=tracker, name=name: heard.append((name, t.current))
+        )
         with tracker:
             (x * 2).sum().backward()
     assert heard == [("first", "Tanh"), ("second", "Tanh")]

@@ -8,17 +8,17 @@ from torch import nn
 from torch.distributed._tools.mod_tracker import ModTracker as TorchTracker
 
 from mod_tracker import ModTracker, _torch_compat
-from mod_tracker._backward import PRUNE_EVERY
+from mod_tracker._events import PRUNE_EVERY
 
 
 def test_no_hooks_without_a_backward_listener(mlp, x):
-    """Forward listeners add no hooks to the graph; backward listeners add them at boundaries."""
+    """Forward hooks add nothing to the graph; backward hooks add hooks at boundaries."""
     tracker = ModTracker()
     with tracker:
-        with tracker.subscribe(pre_forward=lambda *_: None):
-            assert not mlp(x).grad_fn.metadata
-        with tracker.subscribe(pre_backward=lambda *_: None):
-            assert mlp(x).grad_fn.metadata
+        tracker.register_user_hooks(pre_fw_hook=lambda *_: None)
+        assert not mlp(x).grad_fn.metadata
+        tracker.register_user_hooks(pre_bw_hook=lambda *_: None)
+        assert mlp(x).grad_fn.metadata
 
 
 def test_run_of_a_failed_backward_is_dropped(x):
@@ -33,12 +33,13 @@ def test_run_of_a_failed_backward_is_dropped(x):
             raise ValueError
 
     tracker, model = ModTracker(), nn.Tanh()
-    with tracker, tracker.subscribe(pre_backward=lambda *_: None):
+    tracker.register_user_hooks(pre_bw_hook=lambda *_: None)
+    with tracker:
         out = model(Fails.apply(x)).sum()
         for _ in range(2):
             with pytest.raises(ValueError, match=r"^$"):
                 out.backward(retain_graph=True)
-            assert tracker._backward.passes == {}
+            assert tracker._events.passes == {}
 
 
 class Split(nn.Module):
@@ -121,7 +122,8 @@ def test_grad_of_a_tensor_between_modules_reaches_both():
 def test_tensors_carry_no_hooks(mlp, x):
     """Saving a tensor does not warn, and only the user's own hooks are on it."""
     tracker = ModTracker()
-    with tracker, tracker.subscribe(pre_backward=lambda *_: None):
+    tracker.register_user_hooks(pre_bw_hook=lambda *_: None)
+    with tracker:
         y = mlp(x)
     assert y._backward_hooks is None
     y.register_hook(lambda grad: None)
@@ -168,7 +170,7 @@ def test_module_that_returns_a_leaf_is_not_entered(kept, wrap, log_events):
 
 def test_modules_sharing_an_input_are_left_with_its_gradient(x):
     tracker, left = ModTracker(), []
-    tracker.subscribe(post_backward=lambda call, grads: left.append((call.name, grads)))
+    tracker.register_user_hooks(post_bw_hook=lambda _, grads: left.append((tracker.current, grads)))
     count = 3 * PRUNE_EVERY
     layers = nn.ModuleList(nn.Tanh() for _ in range(count))
     with tracker:
@@ -180,7 +182,7 @@ def test_modules_sharing_an_input_are_left_with_its_gradient(x):
 
 def test_hooks_of_dead_calls_are_pruned_at_a_living_node(x):
     tracker = ModTracker()
-    tracker.subscribe(post_backward=lambda call, grads: None)
+    tracker.register_user_hooks(post_bw_hook=lambda *_: None)
     shared, layer = x * 2, nn.Tanh()
     with tracker:
         for _ in range(10 * PRUNE_EVERY):

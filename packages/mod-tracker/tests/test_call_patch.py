@@ -61,7 +61,7 @@ def test_exit_inside_a_forward_is_clean(x):
 
 def test_one_exit_too_many_changes_nothing(x):
     tracker, names = ModTracker(), []
-    tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
+    tracker.register_user_hooks(lambda *_: names.append(tracker.current))
     with tracker:
         pass
     tracker.__exit__(None, None, None)
@@ -72,7 +72,7 @@ def test_one_exit_too_many_changes_nothing(x):
 
 def test_tracker_entered_inside_a_module_does_not_leave_it(x):
     tracker, seen = ModTracker(), []
-    tracker.subscribe(post_forward=lambda call, *_: seen.append(call.name))
+    tracker.register_user_hooks(post_fw_hook=lambda *_: seen.append(tracker.current))
 
     class Enters(nn.Sequential):
         def forward(self, x):
@@ -90,8 +90,8 @@ def test_tracker_entered_inside_a_module_does_not_leave_it(x):
 
 def test_two_threads_install_layers_at_the_same_time(monkeypatch, meanwhile, x):
     first, second, calls = ModTracker(), ModTracker(), []
-    first.subscribe(pre_forward=lambda *_: calls.append("first"))
-    second.subscribe(pre_forward=lambda *_: calls.append("second"))
+    first.register_user_hooks(lambda *_: calls.append("first"))
+    second.register_user_hooks(lambda *_: calls.append("second"))
     monkeypatch.setattr(entry, "tracked", meanwhile.at(entry.tracked, second.__enter__))
     with first:
         meanwhile.ends()
@@ -165,7 +165,7 @@ class Scene:
         self.entered = [0] * TRACKERS
         self.patches = []  # (patch, recorded calls)
         for number, tracker in enumerate(self.trackers):
-            tracker.subscribe(pre_forward=lambda *_, number=number: self.seen.append(number))
+            tracker.register_user_hooks(lambda *_, number=number: self.seen.append(number))
 
     def enter(self, number, polite):
         self.trackers[number].__enter__()

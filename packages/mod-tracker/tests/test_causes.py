@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from mod_tracker import profile_memory, watch_memory
-from mod_tracker.reports._causes import CAUSES
+from mod_tracker.reports._allocations import CAUSES
 
 
 class Language(nn.Module):

@@ -143,23 +143,24 @@ def test_user_graph_module_is_a_module():
     """A module that the user traced with torch.fx is tracked like any other."""
     traced = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()))
     tracker, names = ModTracker(), []
-    tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
+    tracker.register_user_hooks(lambda *_: names.append(tracker.current))
     with tracker:
         nn.Sequential(traced)(torch.ones(1))
     assert names == ["Sequential", "Sequential.0", "Sequential.0.0"]
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_backward_events_come_under_compiled_autograd():
     model, found = Outer(), []
     for context in (nullcontext(), compiled_autograd._enable(torch.compile(backend="eager"))):
         tracker, events = ModTracker(model), []
-        listen = tracker.subscribe(
-            pre_backward=lambda call, _, events=events: events.append(f"+{call.name}"),
-            post_backward=lambda call, _, events=events: events.append(f"-{call.name}"),
+        tracker.register_user_hooks(
+            pre_bw_hook=lambda *_, t=tracker, events=events: events.append(f"+{t.current}"),
+            post_bw_hook=lambda *_, t=tracker, events=events: events.append(f"-{t.current}"),
         )
-        with tracker, listen:
+        with tracker:
             loss = model(torch.ones(2, 4, requires_grad=True)).sum()
             with context:
                 loss.backward()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch._inductor.output_code import CompiledFxGraph
 
 from mod_tracker import (
     StateError,
@@ -47,86 +50,66 @@ def model(request):
     return made
 
 
-@pytest.mark.parametrize(
-    ("report_of", "missing"),
-    [
+def test_compiled_block_is_named_with_what_is_missing(model, x):
+    """In each report; FLOPs around it are counted, and a utilization is an error."""
+    time = "its time includes that of its children"
+    for report_of, missing in (
         (profile_flops, "FLOPs in compiled code are not counted"),
-        (profile_time, "its time includes that of its children"),
+        (profile_time, time),
         (profile_memory, "bytes that compiled code allocates are missing"),
-        (trace, "its time includes that of its children"),
-    ],
-)
-def test_compiled_block_is_named_with_what_is_missing(report_of, missing, model, x):
-    with report_of(model) as report:
-        model(x).sum().backward()
-    (note,) = report.notes
-    assert note == f"compiled, so each is one row without its children: Model.blocks.0; {missing}"
-    assert report.table().endswith(note)
-
-
-def test_flops_around_compiled_code_are_counted(model, x):
-    with profile_flops(model) as report:
-        model(x).sum().backward()
-    assert report.total == 2 * 3 * 64
-    assert report["blocks.1.0"].total == report["head"].total == 3 * 64
-    assert report.compiled == ("Model.blocks.0",)
-
-
-def test_utilization_of_compiled_code_is_an_error(model, x):
-    with profile_flops(model) as report:
-        model(x)
-    for share in (report.mfu, report.hfu):
-        with pytest.raises(StateError, match=r"Model\.blocks\.0 ran compiled"):
-            share(1e12, 1.0)
-
-
-def test_page_on_memory_names_compiled_modules(model, x):
+        (trace, time),
+    ):
+        with report_of(model) as report:
+            model(x).sum().backward()
+        compiled = "compiled, so each is one row without its children: Model.blocks.0; "
+        assert report.notes[0] == compiled + missing
+        assert report.notes[0] in report.table()
+        if report_of is profile_flops:
+            assert report.total == 2 * 3 * 64
+            assert report["blocks.1.0"].total == report["head"].total == 3 * 64
+            assert report.compiled == ("Model.blocks.0",)
+            for share in (report.mfu, report.hfu):
+                with pytest.raises(StateError, match=r"Model\.blocks\.0 ran compiled"):
+                    share(1e12, 1.0)
     with watch_memory(model) as watch:
         model(x).sum().backward()
         page = watch.page()
-    note = "compiled, so each is one row without its children: Model.blocks.0; "
-    assert page.notes[0].startswith(note)
+    assert page.notes[0].startswith(compiled)
     assert str(page).endswith(page.notes[0])
 
 
 class Helped(nn.Module):
     """A module whose helper function is compiled."""
 
-    def __init__(self):
+    def __init__(self, backend):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
-        self.helper = torch.compile(lambda x, w: (x @ w).sin(), backend="aot_eager")
+        self.helper = torch.compile(lambda x, w: (x * w[:2]).sin(), backend=backend)
 
     def forward(self, x):
         return self.helper(x, self.weight)
 
 
+def test_compiled_function_is_noted_with_its_module(x):
+    """Without products and in inference, when it is compiled and later."""
+    model = nn.Sequential(Helped("inductor"), nn.Linear(4, 4))
+    call = vars(CompiledFxGraph)["__call__"]
+    for report_of in (profile_flops, profile_memory, partial(trace, memory=True), profile_flops):
+        with torch.no_grad(), report_of() as report:
+            model(x)
+        assert report.notes[0].startswith("compiled functions ran in Sequential.0; ")
+    with pytest.raises(StateError, match=r"Sequential\.0 ran compiled"):
+        report.mfu(1e12, 1.0)
+    assert vars(CompiledFxGraph)["__call__"] is call
+
+
 @pytest.mark.parametrize("report_of", [profile_flops, profile_memory])
-def test_compiled_function_is_noted_with_its_module(report_of, x, fresh_compiler):
-    """Its node stands for it in a backward."""
-    model = nn.Sequential(Helped(), nn.Linear(4, 4))
+def test_operators_of_other_backends_are_counted(report_of, x):
+    """So there is nothing to note."""
+    model = nn.Sequential(Helped("aot_eager"), nn.Linear(4, 4))
+    model(x)
     with report_of(model) as report:
         model(x).sum().backward()
-    assert report.notes[0].startswith("compiled functions ran in Sequential.0; ")
-    if report_of is profile_flops:
-        with pytest.raises(StateError, match=r"Sequential\.0 ran compiled"):
-            report.mfu(1e12, 1.0)
-
-
-@pytest.mark.parametrize("report_of", [profile_flops, profile_memory])
-def test_products_that_compiled_code_calls_are_noted(report_of, x):
-    """They write to given results, and torch.compile wrote the code that calls them."""
-    written = {"async_compile": None, "torch": torch}
-    exec("def call(a, b, out): torch.mm(a, b, out=out)", written)
-
-    class Compiled(nn.Module):
-        def forward(self, x):
-            written["call"](x, torch.ones(4, 4), out := torch.empty(2, 4))
-            return out
-
-    with torch.no_grad(), report_of() as report:
-        Compiled()(x)
-    assert report.notes[0].startswith("compiled functions ran in Compiled; ")
-    with torch.no_grad(), report_of() as report:
-        torch.mm(x, torch.ones(4, 4), out=torch.empty(2, 4))
-    assert report.notes == ()
+    assert "compiled" not in str(report.notes)
+    if report_of is profile_memory:
+        assert report["0"].allocated >= 2 * x.numel() * 4

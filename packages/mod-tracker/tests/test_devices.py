@@ -11,6 +11,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from mod_tracker import profile_memory, trace, watch_memory
 
+from ._small import shows_saved
+
 UNIT = 64 * 32 * 4
 """Bytes of an activation."""
 
@@ -57,6 +59,7 @@ def test_peaks_are_those_of_torchs_tracker(other, step):
     assert {name: sum(report.on(name).causes.values()) for name in report.devices} == peaks
 
 
+@shows_saved
 def test_offload_moves_bytes_to_the_host(other):
     """On the device less is alive; what is saved is on the host."""
     model, x = blocks(other), torch.randn(64, 32, device=other)

@@ -46,6 +46,12 @@ def enter(context):
         pass
 
 
+def enter_and(context, method, **options):
+    """Call a method in the block of a report."""
+    with context as found:
+        getattr(found, method)(**options)
+
+
 def measured(function=profile_flops):
     """A report of one call of a layer."""
     with function() as report:
@@ -63,11 +69,9 @@ WRONG = {
         profile_memory(nn.ReLU(), torch.optim.AdamW(nn.Linear(2, 2).parameters()))
     ),
     "got Tensor": lambda: enter(profile_flops(torch.ones(1))),
-    "pre_forward must be a function; got 'log'": lambda: ModTracker().subscribe(pre_forward="log"),
-    "types must be classes": lambda: ModTracker().subscribe(types="Linear"),
-    "include must be patterns": lambda: ModTracker().subscribe(include=nn.Linear),
-    "max_depth must be an int": lambda: ModTracker().subscribe(max_depth="2"),
-    "switched must be a function; got 3": lambda: ModTracker().subscribe(switched=3),
+    "pre_fw_hook must be a function; got 'log'": lambda: ModTracker().register_user_hooks("log"),
+    "in_module: patterns must be strings": lambda: ModTracker().in_module(nn.Linear),
+    "on: no memory is on cuda:9": lambda: enter_and(watch_memory(), "page", device="cuda:9"),
     "clock must be 'cpu'": lambda: enter(profile_time(clock="sun")),
     "ranges must be None, 'record_function'": lambda: enter(trace(ranges=True)),
     "formulas must be a dict": lambda: enter(profile_flops(formulas=[torch.ops.aten.mm])),

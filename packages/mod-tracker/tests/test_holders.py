@@ -12,15 +12,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 import mod_tracker
 from mod_tracker import watch_memory
-from mod_tracker._torch_compat import SAVED
 from mod_tracker.reports._allocations import line_here
 
+from ._small import shows_saved
+
 TORCH, OWN = (str(Path(package.__file__).parent) for package in (torch, mod_tracker))
-
-
-shows_what_nodes_keep = pytest.mark.skipif(
-    not hasattr(SAVED, "data"), reason="a node of torch 2.9 does not show what it keeps"
-)
 
 
 class Refusing(torch.Tensor):
@@ -58,7 +54,7 @@ def test_tensors_that_stand_for_others_hold_no_memory():
     del traced, meta
 
 
-@shows_what_nodes_keep
+@shows_saved
 def test_page_names_the_line_that_made_a_tensor(model_and_optimizer):
     model, _ = model_and_optimizer()
     with watch_memory(model) as watch:
@@ -146,7 +142,7 @@ class Region:
         return self.beside
 
 
-@shows_what_nodes_keep
+@shows_saved
 @pytest.mark.parametrize("held_by", ["object", "closure", "module"])
 def test_tensors_of_other_hooks_count_as_checkpoint(held_by):
     with watch_memory() as watch:
@@ -164,7 +160,7 @@ def test_tensors_of_other_hooks_count_as_checkpoint(held_by):
     assert output.requires_grad
 
 
-@shows_what_nodes_keep
+@shows_saved
 def test_what_autograd_keeps_too_is_saved():
     with watch_memory() as watch:
         given = torch.zeros(1717, requires_grad=True) * 1

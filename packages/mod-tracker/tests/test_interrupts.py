@@ -18,7 +18,6 @@ from mod_tracker import (
     trace,
     watch_memory,
 )
-from mod_tracker._torch_compat import top_saved_hooks
 
 
 def step(model, x):
@@ -80,7 +79,7 @@ def test_nothing_is_left_after_an_interrupt(name, where, checkpointed):
         step(stopped, x)
     assert nn.Module.__call__ is original
     assert _get_current_dispatch_mode() is None
-    assert top_saved_hooks() is None
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     model.m._forward_hooks.clear()
     for old, new in zip(expected, step(model, x), strict=True):
         assert torch.equal(old, new)
@@ -91,9 +90,9 @@ def test_tracker_continues_after_an_interrupt(where, checkpointed):
     """The tracker stays entered, is outside all modules, and sees all of the next step."""
     model, x = checkpointed(use_reentrant=True), torch.randn(2, 4, requires_grad=True)
     tracker, log = ModTracker(model), []
-    tracker.subscribe(
-        pre_forward=lambda call, *_: log.append(call.stack),
-        post_backward=lambda call, *_: log.append((call.name, tracker.phase)),
+    tracker.register_user_hooks(
+        pre_fw_hook=lambda *_: log.append(tracker.stack),
+        post_bw_hook=lambda *_: log.append((tracker.current, tracker.phase)),
     )
     with tracker:
         step(model, x)

@@ -105,8 +105,8 @@ def count_calls(model):
     return calls
 
 
-law = settings(max_examples=200, deadline=None, derandomize=True, database=None)
-some = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+law = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+some = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 
 
 @law

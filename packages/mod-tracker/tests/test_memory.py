@@ -8,7 +8,10 @@ from torch import nn
 from mod_tracker import profile_memory
 from mod_tracker.reports._memory import MemoryRow
 
+from ._small import shows_saved
 
+
+@shows_saved
 def test_saved_bytes_equal_those_of_autograd():
     """relu saves its result; a layer saves its input, and its weight, which does not count."""
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU())
@@ -19,6 +22,7 @@ def test_saved_bytes_equal_those_of_autograd():
     assert report["Sequential"].saved == 2 * 4 * 4 + 2 * 8 * 4
 
 
+@shows_saved
 def test_checkpointing_saves_only_the_input(checkpointed):
     """The inner layers of a checkpointed part save nothing in forward."""
     model = checkpointed(use_reentrant=True)
@@ -144,6 +148,7 @@ def test_state_in_lists_counts(x):
     assert report["Linear"].optimizer >= lists + state["d"].nbytes + state["prev_flat_grad"].nbytes
 
 
+@shows_saved
 def test_sums_of_every_kind_are_those_of_the_rows(checkpointed, x):
     model = checkpointed(use_reentrant=False)
     optimizer = torch.optim.Adam(model.parameters())

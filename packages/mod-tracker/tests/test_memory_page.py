@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from mod_tracker import OptionError, watch_memory
-from mod_tracker._torch_compat import SAVED
 from mod_tracker.reports._holders import Held
 from mod_tracker.reports._memory_page import MemoryPage
 
+from ._small import shows_saved
 
-@pytest.mark.skipif(
-    not hasattr(SAVED, "data"), reason="a node of torch 2.9 does not show what it keeps"
-)
+
+@shows_saved
 def test_page_has_every_kind_of_memory(model_and_optimizer, train):
     """Bytes by kind and by module equal a calculation from the model's sizes."""
     model, optimizer = model_and_optimizer()

@@ -18,7 +18,7 @@ def step(model, x):
 def test_call_has_names_indexes_and_module(mlp, x):
     """Name, stack, depth, indexes and the module itself."""
     tracker, calls = ModTracker(), []
-    tracker.subscribe(pre_forward=lambda call, *_: calls.append(call), include="b")
+    tracker.register_user_hooks(lambda *_: calls.append(tracker.call))
     with tracker:
         for _ in range(3):
             step(mlp, x)
@@ -54,18 +54,18 @@ class Shared(nn.Module):
 
 def test_shared_module_has_one_name_and_two_called_paths(x):
     tracker, calls = ModTracker(), []
-    tracker.subscribe(
-        pre_forward=lambda call, *_: calls.append((call.name, call.called_as)), types=nn.Linear
-    )
+    tracker.register_user_hooks(lambda *_: calls.append((tracker.current, tracker.called_as)))
     with tracker:
         Shared()(x)
-    assert calls == [("Shared.a", "Shared.a"), ("Shared.a", "Shared.seq.0")]
+    assert calls[1] == ("Shared.a", "Shared.a")
+    assert calls[3] == ("Shared.a", "Shared.seq.0")
 
 
-def calls_of(tracker, run, **filters):
-    """Return the calls that a listener gets during `run`."""
+def calls_of(tracker, run):
+    """Return the calls that a hook sees during `run`."""
     calls = []
-    with tracker, tracker.subscribe(pre_forward=lambda call, *_: calls.append(call), **filters):
+    tracker.register_user_hooks(lambda *_: calls.append(tracker.call))
+    with tracker:
         run()
     return calls
 
@@ -92,8 +92,8 @@ def test_index_is_of_the_path_and_iteration_of_the_root(x):
             return self.a(self.a(self.a(x)))
 
     model = Thrice()
-    calls = calls_of(ModTracker(), lambda: (model(x), model(x)), include="a")
-    assert [(call.iteration, call.call_index) for call in calls] == [
+    calls = calls_of(ModTracker(), lambda: (model(x), model(x)))
+    assert [(call.iteration, call.call_index) for call in calls if call.depth == 2] == [
         *((0, 0), (0, 1), (0, 2)),
         *((1, 3), (1, 4), (1, 5)),
     ]

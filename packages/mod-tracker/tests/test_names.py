@@ -66,7 +66,7 @@ def test_naming_takes_linear_time(container, monkeypatch):
 def test_called_as_follows_the_model(x):
     """Names stay correct after a module is added to a list or moved in it."""
     model, seen, tracker = Stack(nn.ReLU(), nn.Tanh()), [], ModTracker()
-    tracker.subscribe(pre_forward=lambda call, *_: seen.append(call.called_as))
+    tracker.register_user_hooks(lambda *_: seen.append(tracker.called_as))
     with tracker:
         model(x)
         model.layers.append(nn.Sigmoid())
@@ -115,6 +115,16 @@ def test_owner_is_the_first_that_registers_it(mlp):
     assert names.owner(torch.ones(1)) is None
 
 
+def test_owners_are_found_by_one_walk(monkeypatch):
+    """A walk for each parameter would take quadratic time."""
+    names, walks = Names(), []
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(20)])
+    names.adopt(model)
+    monkeypatch.setattr(_names, "walk", lambda *args: walks.append(1) or walk(*args))
+    assert [names.owner(layer.bias) for layer in model] == [*model]
+    assert len(walks) == 1
+
+
 def test_owners_of_dead_parameters_are_dropped():
     names, module = Names(), nn.Linear(2, 2, bias=False)
     names.adopt(module)
@@ -133,7 +143,7 @@ def test_two_threads_name_two_roots(monkeypatch, meanwhile):
 
 def test_named_root_names_its_parts_before_they_are_called(mlp, x):
     tracker, names = ModTracker(mlp), []
-    tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
+    tracker.register_user_hooks(lambda *_: names.append(tracker.current))
     with tracker:
         mlp.a(x)
         mlp(x)
@@ -156,13 +166,14 @@ class Square(nn.Module):
 
 def test_deleted_module_keeps_its_name(x, log_ops):
     """The hook gets None for a freed module, but the stack still has its name."""
-    tracker, hooks, names = ModTracker(), [], []
-    tracker.register_user_hooks(pre_bw_hook=lambda m, _: hooks.append(m))
-    tracker.subscribe(pre_backward=lambda call, _: names.append((call.name, call.module)))
+    tracker, seen = ModTracker(), []
+    tracker.register_user_hooks(
+        pre_bw_hook=lambda module, _: seen.append((module, tracker.current, tracker.call.module))
+    )
     with tracker:
         model = Square()
         loss = model(x).sum()
         del model
     entries = log_ops(tracker, loss.backward)
     assert {stack for _, _, stack in entries} == {("Square",)}
-    assert (hooks, names) == ([None], [("Square", None)])
+    assert seen == [(None, "Square", None)]

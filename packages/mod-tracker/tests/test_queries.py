@@ -26,25 +26,6 @@ class Asked(nn.Module):
         return y
 
 
-def test_filters():
-    """Each filter lets through only the modules it describes."""
-    model = nn.Sequential(nn.Sequential(linear(), nn.ReLU()), linear())
-    expected = {
-        "include": ({"include": "0.*"}, ["Sequential.0.0", "Sequential.0.1"]),
-        "exclude": ({"exclude": ("*.0", "Sequential")}, ["Sequential.0.1", "Sequential.1"]),
-        "max_depth": ({"max_depth": 1}, ["Sequential"]),
-        "types": ({"types": nn.ReLU}, ["Sequential.0.1"]),
-    }
-    tracker, heard = mod_tracker.ModTracker(), {name: [] for name in expected}
-    for name, (filters, _) in expected.items():
-        tracker.subscribe(
-            pre_forward=lambda call, *_, name=name: heard[name].append(call.name), **filters
-        )
-    with tracker:
-        model(leaf())
-    assert heard == {name: names for name, (_, names) in expected.items()}
-
-
 def test_in_module():
     """Patterns for names and for prefixes."""
     tracker = mod_tracker.ModTracker()

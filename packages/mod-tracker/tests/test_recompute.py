@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
-from mod_tracker import ModTracker, profile_flops, profile_time
+from mod_tracker import ModTracker, profile_flops, profile_time, trace
 
 RE, BW = "recompute", "backward"
 
@@ -251,3 +252,46 @@ def test_backward_inside_a_recomputed_module_is_repeated_too(x, use_reentrant):
         checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
     assert report.model_flops == plain.model_flops
     assert report.sum("self_recompute") > 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_function_without_modules_takes_its_time(clock, use_reentrant):
+    """The recomputed function is timed apart from the backward through it."""
+
+    class Goes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            clock.passes(5)
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (_,) = ctx.saved_tensors
+            clock.passes(3)
+            return grad
+
+    class Caller(nn.Module):
+        def forward(self, x):
+            return checkpoint(lambda x: Goes.apply(x).exp(), x, use_reentrant=use_reentrant) * 1
+
+    x = torch.ones(2, requires_grad=True)
+    model = nn.Sequential(Caller())
+    with profile_time() as report, trace() as timeline:
+        model(x).sum().backward()
+    for each in (report, timeline):
+        row = each["0"]
+        assert (row.forward, row.recompute, row.backward) == (5, 5, 3)
+    assert {event["cat"] for event in timeline.events} == {"forward", "recompute", "backward"}
+    assert not hasattr(torch.autograd.graph, "recompute_callbacks")
+
+
+def test_checkpoint_is_patched_inside_the_block_only(x):
+    kinds = (torch_checkpoint.CheckpointFunction, torch_checkpoint._recomputation_hook)
+    before = [dict(vars(kind)) for kind in kinds]
+    outer, inner = ModTracker(), ModTracker()
+    with outer:
+        with inner:
+            assert [dict(vars(kind)) for kind in kinds] != before
+        checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
+    assert [dict(vars(kind)) for kind in kinds] == before

@@ -17,7 +17,9 @@ from mod_tracker import (
 )
 from mod_tracker.reports._flame_page import flame_page
 from mod_tracker.reports._flops import FlopReport
-from mod_tracker.reports._report import PhaseRow
+from mod_tracker.reports._rows import PhaseRow
+
+from ._small import shows_saved
 
 PHASES = ["forward", "recompute", "backward"]
 REPORTS = [profile_flops, profile_time, profile_memory, trace]
@@ -132,6 +134,7 @@ def test_flop_figures_of_a_difference(mlp):
     assert found.by_operator == {"aten.mm.default": found.total}
 
 
+@shows_saved
 def test_memory_figures_of_a_difference(mlp):
     reports = []
     for size in (8, 2):

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mod_tracker
-from mod_tracker._torch_compat import SAVED
+
+from ._small import shows_saved
 
 
 def leaf():
@@ -47,9 +48,7 @@ def test_unused_graph_is_freed(name):
         gc.enable()
 
 
-@pytest.mark.skipif(
-    not hasattr(SAVED, "data"), reason="a node of torch 2.9 does not show what it keeps"
-)
+@shows_saved
 @pytest.mark.parametrize("kind", ["none", "reentrant", "non-reentrant", "selective"])
 def test_what_a_checkpoint_keeps(kind):
     """Its input, and matmul results if the policy saves them."""

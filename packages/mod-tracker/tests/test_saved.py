@@ -15,9 +15,10 @@ from torch.utils.checkpoint import (
 )
 
 from mod_tracker import profile_memory
-from mod_tracker._torch_compat import SHOWS_SAVED
 
-pytestmark = pytest.mark.skipif(not SHOWS_SAVED, reason="torch 2.9 does not show what is saved")
+from ._small import shows_saved
+
+pytestmark = shows_saved
 
 UNIT = 16 * 8 * 4
 """Bytes of the input and of each activation."""

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, is_in_torch
 
 import mod_tracker
 from mod_tracker import ReportSchedule, profile_flops, profile_memory, profile_time, trace
-from mod_tracker._torch_compat import top_saved_hooks
 
 REPORTS = [profile_flops, profile_memory, profile_time, trace]
 SOURCE = os.path.dirname(mod_tracker.__file__)
@@ -24,7 +23,11 @@ SOURCE = os.path.dirname(mod_tracker.__file__)
 def present():
     """Everything that a report may install in the process."""
     table = (hooks._global_forward_hooks, hooks._global_forward_pre_hooks)
-    modes = (_get_current_dispatch_mode(), is_in_torch_dispatch_mode(), top_saved_hooks())
+    modes = (
+        _get_current_dispatch_mode(),
+        is_in_torch_dispatch_mode(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True),
+    )
     return (nn.Module.__call__, *map(len, table), *modes)
 
 

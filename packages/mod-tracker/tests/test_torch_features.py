@@ -9,6 +9,8 @@ from torch import nn
 
 from mod_tracker import ModTracker, profile_memory
 
+from ._small import shows_saved
+
 
 def test_scripted_module_and_data_parallel_are_seen_as_one(x):
     """A scripted module is one opaque module; DataParallel on CPU works."""
@@ -17,7 +19,7 @@ def test_scripted_module_and_data_parallel_are_seen_as_one(x):
         scripted = torch.jit.script(nn.Sequential(nn.ReLU()))
     model = nn.Sequential(scripted, nn.DataParallel(nn.Linear(4, 4)))
     tracker, names = ModTracker(), []
-    tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
+    tracker.register_user_hooks(lambda *_: names.append(tracker.current))
     with tracker:
         model(x).sum().backward()
     assert names == ["Sequential", "Sequential.0", "Sequential.1", "Sequential.1.module"]
@@ -26,7 +28,7 @@ def test_scripted_module_and_data_parallel_are_seen_as_one(x):
 def test_encoder_fast_path_stays():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     tracker, names = ModTracker(), []
-    tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
+    tracker.register_user_hooks(lambda *_: names.append(tracker.current))
     with tracker, torch.no_grad():
         layer(torch.randn(1, 3, 8))
     assert names == ["TransformerEncoderLayer"]
@@ -35,7 +37,7 @@ def test_encoder_fast_path_stays():
 def test_export_traces_and_is_not_tracked(mlp):
     """torch.export gives the same program inside a tracker, which records no module of it."""
     tracker, names = ModTracker(), []
-    tracker.subscribe(pre_forward=lambda call, *_: names.append(call.name))
+    tracker.register_user_hooks(lambda *_: names.append(tracker.current))
     with tracker:
         program = torch.export.export(mlp, (torch.randn(2, 4),))
     x = torch.randn(2, 4)
@@ -43,6 +45,7 @@ def test_export_traces_and_is_not_tracked(mlp):
     assert not [name for name in names if "export" in name.lower()]
 
 
+@shows_saved
 def test_memory_over_several_iterations(mlp, x):
     with profile_memory() as one:
         mlp(x).sum().backward()

@@ -1,4 +1,4 @@
-"""Properties, subscriptions and limits of a tracker."""
+"""Properties and limits of a tracker."""
 
 from __future__ import annotations
 
@@ -14,56 +14,6 @@ from mod_tracker import ModTracker
 def step(model, x):
     """One forward and backward."""
     model(x).sum().backward()
-
-
-def test_switches_report_every_change(mlp):
-    """Entry and exit in forward, the reverse in backward, and outside at the end."""
-    tracker, seen = ModTracker(), []
-    tracker.subscribe(
-        switched=lambda call, phase: seen.append((call.name if call else None, phase))
-    )
-    with tracker:
-        step(mlp, torch.randn(2, 4))
-    forward = ["MLP", "MLP.a", "MLP", "MLP.b", "MLP", None]
-    assert [name for name, phase in seen if phase != "backward"] == [*forward, None]
-    assert [name for name, phase in seen if phase == "backward"] == ["MLP.b", "MLP", "MLP.a"]
-    assert all((phase == "outside") == (name is None) for name, phase in seen)
-
-
-def test_switch_after_a_backward_inside_a_forward_is_the_forward(x):
-
-    class Forces(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.energy = nn.Linear(4, 1)
-
-        def forward(self, x):
-            return torch.autograd.grad(self.energy(x).sum(), x)[0]
-
-    tracker, seen = ModTracker(), []
-    tracker.subscribe(
-        switched=lambda call, phase: seen.append((call.name if call else None, phase))
-    )
-    with tracker:
-        Forces()(x)
-    assert seen[-3:] == [
-        ("Forces.energy", "backward"),
-        ("Forces", "forward"),
-        (None, "outside"),
-    ]
-
-
-def test_subscriptions_come_and_go_inside_the_block(mlp, x):
-    """A subscription may be removed twice; others stay."""
-    tracker, heard = ModTracker(), []
-    with tracker:
-        first = tracker.subscribe(pre_forward=lambda call, *_: heard.append("first"))
-        with tracker.subscribe(pre_backward=lambda call, grads: heard.append("second")):
-            step(mlp.a, x)
-        first.remove()
-        first.remove()
-        step(mlp.a, x)
-    assert heard == ["first", "second"]
 
 
 def test_gradients_turned_on_inside_a_module_are_attributed(x):

@@ -60,3 +60,22 @@ def test_only_the_growth_of_an_earlier_storage_counts(grow):
     with profile_memory() as report:
         grow(x)
     assert (report.total, report.peak) == (150 * 4, 150 * 4)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_tensors_are_their_indices_and_values():
+    """The gradient of a sparse embedding, and a matrix in each layout."""
+    model, tokens = nn.Embedding(100, 8, sparse=True), torch.arange(3)
+    with profile_memory(model) as report:
+        model(tokens).sum().backward()
+    assert report["Embedding"].gradients == 3 * 8 + 3 * 8 * 4
+    rows, columns, values = torch.arange(5), torch.arange(4), torch.ones(4)
+    for kept, size in (
+        (torch.sparse_coo_tensor(torch.zeros(2, 4, dtype=torch.int64), values), 8 * 8 + 16),
+        (torch.sparse_csr_tensor(rows, columns, values), 9 * 8 + 16),
+        (torch.sparse_csc_tensor(rows, columns, values), 9 * 8 + 16),
+    ):
+        holder = nn.ParameterList([nn.Parameter(kept, requires_grad=False)])
+        with profile_memory(holder) as report:
+            torch.ones(1)
+        assert report.totals["parameters"] == size

@@ -10,14 +10,11 @@ import torch
 from torch import nn
 
 from mod_tracker import _torch_compat, profile_memory, trace, watch_memory
-from mod_tracker._torch_compat import SAVED
 
-shows_what_nodes_keep = pytest.mark.skipif(
-    not hasattr(SAVED, "data"), reason="a node of torch 2.9 does not show what it keeps"
-)
+from ._small import shows_saved
 
 
-@shows_what_nodes_keep
+@shows_saved
 def test_page_is_written_above_a_limit(model_and_optimizer, caplog):
     model, _ = model_and_optimizer()
     caplog.set_level(logging.WARNING, "mod_tracker")
@@ -31,7 +28,7 @@ def test_page_is_written_above_a_limit(model_and_optimizer, caplog):
     assert watch.pages[0].by_kind()["saved"] > 0
 
 
-@shows_what_nodes_keep
+@shows_saved
 @pytest.mark.parametrize(
     "error",
     [
@@ -61,7 +58,7 @@ def test_other_errors_write_no_page():
     assert watch.pages == []
 
 
-@shows_what_nodes_keep
+@shows_saved
 def test_storage_is_saved_until_its_last_node_is_freed():
     leaf, kinds = torch.ones(1234, requires_grad=True), []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mod_tracker._events import Listener
 from torchparts_conformance.mutants import overlay
 
 
@@ -67,14 +68,20 @@ def at_first_entry(part, listen):
     return with_tracker(part, __enter__=enter)
 
 
+def listen_to(tracker, **callbacks):
+    """Listen beside the hooks of a case, which has the only place of each kind."""
+    tracker._events.add(Listener(**callbacks))
+
+
 def following(part):
     """The part whose trackers have `open`: names entered in backward and not left."""
 
     def listen(tracker):
         tracker.open = set()
-        tracker.subscribe(
-            pre_backward=lambda call, grads: tracker.open.add(call.name),
-            post_backward=lambda call, grads: tracker.open.discard(call.name),
+        listen_to(
+            tracker,
+            pre_backward=lambda *_: tracker.open.add(tracker.current),
+            post_backward=lambda *_: tracker.open.discard(tracker.current),
         )
 
     return at_first_entry(part, listen)
@@ -89,14 +96,14 @@ def sticking(part, sticks):
     def listen(tracker):
         tracker.stick, tracker.stuck = set(), set()
 
-        def note(call, args, kwargs, output):
+        def note(module, args, kwargs, output):
             if sticks(args, kwargs, output):
-                tracker.stick.add(call.name)
+                tracker.stick.add(tracker.current)
 
-        def enter(call, grads):
-            tracker.stuck |= {call.name} & tracker.stick
+        def enter(module, grads):
+            tracker.stuck |= {tracker.current} & tracker.stick
 
-        tracker.subscribe(post_forward=note, pre_backward=enter)
+        listen_to(tracker, post_forward=note, pre_backward=enter)
 
     def change(tracker, names):
         if not tracker.is_bw:

@@ -37,6 +37,10 @@ def is_recomputing() -> bool:
     Do not guard a write to state that the same forward reads later: recomputation skips the write,
     reads the old value, and gradients are wrong without an error.
 
+    Returns:
+        True in recomputation, also in functions that the module calls. False in forward, in
+        backward itself, and in other threads.
+
     Example:
         >>> is_recomputing()
         False
@@ -79,11 +83,17 @@ def capture(
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu and not tensor.is_meta}
     cache = torch.is_autocast_cache_enabled()
     found = sources(devices, generators) if preserve_rng_state else []
+    kinds = _accelerator_types()
+    if devices:
+        present = filter(torch.amp.is_autocast_available, {device.type for device in devices})
+        kinds = tuple(dict.fromkeys((*kinds, *present)))
     return AmbientState(
         random=tuple([(source, source.state()) for source in found]),
         autocast=tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache)
-            for kind in _device_types(devices)
+            [
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache)
+                for kind in kinds
+            ]
         ),
         default_device=torch.get_default_device() if may_have_function_mode() else None,
     )
@@ -101,7 +111,9 @@ def replay(ambient: AmbientState) -> Iterator[None]:
     if ambient.default_device is not None:
         contexts.append(ambient.default_device)
     try:
-        _set_states(ambient.random)
+        for (source, state), (_, present) in zip(ambient.random, now, strict=True):
+            if state is not present:
+                source.set_state(state)
         if contexts:
             with contextlib.ExitStack() as stack:
                 for context in contexts:
@@ -110,12 +122,8 @@ def replay(ambient: AmbientState) -> Iterator[None]:
         else:
             yield
     finally:
-        _set_states(now)
-
-
-def _set_states(states: Iterable[tuple[Source, Any]]) -> None:
-    for source, state in states:
-        source.set_state(state)
+        for source, present in now:
+            source.set_state(present)
 
 
 @functools.cache
@@ -124,11 +132,3 @@ def _accelerator_types() -> tuple[str, ...]:
     if accelerator is None or not torch.amp.is_autocast_available(accelerator.type):
         return ("cpu",)
     return ("cpu", accelerator.type)
-
-
-def _device_types(devices: set[torch.device]) -> Iterator[str]:
-    known: Any = _accelerator_types()
-    yield from known
-    for kind in {device.type for device in devices}.difference(known):
-        if torch.amp.is_autocast_available(kind):
-            yield kind

@@ -31,18 +31,25 @@ def apply_activation_checkpointing(
 
     The model itself is never wrapped. A module found in several places is wrapped once, and all
     places get the same wrapper. A module that has this kind of wrapper already keeps it. All
-    wrappers are made before the first one is set.
+    wrappers are made before the first one is set. For the repeated blocks of a model, without a
+    wrapper around them, call `checkpoint_layers_`.
 
     Args:
         model: the model to change.
-        checkpoint_wrapper_fn: makes the wrapper from the module.
-        check_fn: whether to wrap a module.
+        checkpoint_wrapper_fn: makes the wrapper, called with the module, and with the options that
+            torch's `CustomPolicy` returns for it. `checkpoint_` and `offload_` can be passed.
+        check_fn: called with each module below the model; whether to wrap it. The default wraps
+            every module, each layer in a separate region: pass a function that selects blocks.
         auto_wrap_policy: instead of `check_fn`: one of torch's policies, or a function called as
-            `policy(module=..., recurse=..., nonwrapped_numel=...)`.
+            `policy(module=..., recurse=..., nonwrapped_numel=...)`, with the number of elements of
+            parameters that are not wrapped yet.
 
     Raises:
         ModuleError: `model`, or the result of `checkpoint_wrapper_fn`, is not an `nn.Module`.
-        PolicyError: `check_fn` or `auto_wrap_policy` is not one of the above.
+        PolicyError: one of the other arguments is not what is described above.
+
+    Warns:
+        UserWarning: no module is selected, so nothing is wrapped.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -55,6 +62,12 @@ def apply_activation_checkpointing(
         raise PolicyError(
             f"ckpt_wrap.apply_activation_checkpointing: option 'check_fn' is {check_fn!r}, but it "
             "must be a function of a module. Pass such a function."
+        )
+    if not callable(checkpoint_wrapper_fn):
+        raise PolicyError(
+            "ckpt_wrap.apply_activation_checkpointing: option 'checkpoint_wrapper_fn' is "
+            f"{checkpoint_wrapper_fn!r}, but it must be a function that wraps a module. Pass "
+            "checkpoint_wrapper or offload_wrapper."
         )
     targets = _select(model, check_fn, auto_wrap_policy)
     names = {module: name for name, module in model.named_modules()}

@@ -89,8 +89,8 @@ class Arguments:
             tensors: one for each of `self.tensors`.
         """
         copier = Copier(lambda leaf: tensors[leaf.index] if type(leaf) is TensorIndex else leaf)
-        unchanged = _Unchanged(self._originals, tensors)
-        copier.keep(unchanged.originals())
+        if self._originals:
+            copier.keep(_Unchanged(self._originals, tensors).originals())
         kwargs = {name: copier(arg) for name, arg in self._kwargs.items()}
         return [copier(arg) for arg in self._args], kwargs
 

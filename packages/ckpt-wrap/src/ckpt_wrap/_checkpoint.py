@@ -38,16 +38,16 @@ from torch.utils.checkpoint import noop_context_fn
 
 from ckpt_wrap._ambient import capture, replay, running
 from ckpt_wrap._arguments import Arguments, warn_if_grown
-from ckpt_wrap._errors import RecomputeError, describe, owner
+from ckpt_wrap._errors import OptionError, RecomputeError, describe, owner
 from ckpt_wrap._module_state import ModuleState
 from ckpt_wrap._options import CheckpointOptions
 from ckpt_wrap._torch_compat import (
+    CustomNode,
     Saved,
     active_transform,
     announced,
     bypass_hooks,
     early_stop_override,
-    is_custom_node,
     is_exporting,
     is_parameter_view,
     never_compiled,
@@ -58,6 +58,7 @@ from ckpt_wrap._torch_compat import (
     save_tensor,
     unseen_by_modes,
     version_of,
+    versions_of,
 )
 
 
@@ -88,7 +89,7 @@ class Checkpoint:
     def _in_eager_mode(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        call = Call(function, args, kwargs, self.options, describe(function, self.name))
+        call = Call(function, args, kwargs, self.options, self.name)
         try:
             call.begin()
             region = Region(call)
@@ -135,7 +136,11 @@ def _under_compile(
 
 
 class Call:
-    """One call of a function, with everything needed to make the same call again."""
+    """One call of a function, with everything needed to make the same call again.
+
+    Args:
+        name: of the module, if known.
+    """
 
     def __init__(
         self,
@@ -143,18 +148,20 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         options: CheckpointOptions,
-        where: str,
+        name: str,
     ) -> None:
         self.function = function
         self.options = options
-        self.where = where  # the module, for messages
+        self.name = name
         self.module = owner(function)
         self.arguments = Arguments(args, kwargs)
         self.contexts = options.context_fn()
-        bypass_hooks(self.contexts[0])
+        if options.context_fn is not noop_context_fn:
+            self._require_two_contexts()
+            bypass_hooks(self.contexts[0])
         self.state = ModuleState(
             self.module,
-            where,
+            name,
             own_hooks=function is self.module,
             random=options.preserve_rng_state,
         )
@@ -167,10 +174,24 @@ class Call:
         self._versions: list[int] = []
         self._saved: list[Saved | None] = []  # None: changed by forward
 
+    def _require_two_contexts(self) -> None:
+        made: Any = self.contexts
+        if not isinstance(made, (tuple, list)) or len(made) != 2:
+            raise OptionError(
+                f"ckpt_wrap.checkpoint_: option 'context_fn' returned {made!r} for module "
+                f"{self.where}, but it must return two context managers. Return one for forward "
+                "and one for recomputation."
+            )
+
+    @property
+    def where(self) -> str:
+        """The module, for messages."""
+        return describe(self.function, self.name)
+
     def begin(self) -> None:
         """Record the state of the inputs and of the module, before forward."""
         self.state.begin()
-        self._versions = [version_of(tensor) for tensor in self._live()]
+        self._versions = versions_of(self._live())
 
     def _live(self) -> list[torch.Tensor]:
         """The inputs, while forward runs."""
@@ -200,12 +221,12 @@ class Call:
             self.state.drop()
             return
         once: dict[int, Saved | None] = {}
-        # Recomputation uses the weights that forward used.
-        versions = self._versions + [version_of(t) for t in tensors[len(self._versions) :]]
-        for tensor, version in zip(tensors, versions, strict=True):
+        present = versions_of(tensors)
+        # Weights that were read during forward have only the present version.
+        before = self._versions + present[len(self._versions) :]
+        for tensor, then, now in zip(tensors, before, present, strict=True):
             if id(tensor) not in once:
-                unchanged = version_of(tensor) == version
-                once[id(tensor)] = save_tensor(tensor) if unchanged else None
+                once[id(tensor)] = save_tensor(tensor) if then == now else None
             self._saved.append(once[id(tensor)])
 
     @never_compiled_inside
@@ -227,7 +248,9 @@ class Call:
         finally:
             # Forward has registered its hooks already. A recomputation that ends early cannot have
             # removed them itself.
-            remove_hooks(range(first_hook, next_hook_number()), inputs, self.module)
+            hooks = range(first_hook, next_hook_number())
+            if hooks:
+                remove_hooks(hooks, inputs, self.module)
 
     def _inputs(self) -> list[torch.Tensor]:
         """Return the inputs of recomputation.
@@ -240,9 +263,11 @@ class Call:
         cause = None
         try:
             if None not in self._saved:
-                unique = {id(saved): saved for saved in self._saved if saved is not None}
-                unpacked = {key: saved.unpack() for key, saved in unique.items()}
-                return [unpacked[id(saved)] for saved in self._saved]
+                unpacked: dict[Saved | None, torch.Tensor] = {}  # each once, as hooks see it
+                for saved in self._saved:
+                    if saved is not None and saved not in unpacked:
+                        unpacked[saved] = saved.unpack()
+                return list(map(unpacked.__getitem__, self._saved))
         except RuntimeError as error:
             if "inplace operation" not in str(error) or isinstance(error, RecomputeError):
                 raise
@@ -277,10 +302,8 @@ class SavedSlot:
     """
 
     __slots__ = ("__weakref__", "value", "version")
-
-    def __init__(self) -> None:
-        self.value: torch.Tensor | None = None
-        self.version = 0
+    value: torch.Tensor | None
+    version: int  # of a value that is kept
 
 
 class Region:
@@ -310,6 +333,7 @@ class Region:
 
     def _pack(self, tensor: torch.Tensor) -> SavedSlot:
         slot = SavedSlot()
+        slot.value = None
         self._slots.append(weakref.ref(slot))
         metadata = _metadata(tensor)
         if id(tensor) in self._other_nodes:
@@ -319,7 +343,10 @@ class Region:
             with unseen_by_modes(tensor):
                 slot.value = tensor.detach()
         self._node = next_node_number()
-        if _may_be_unwritten(tensor):
+        # The operator may write to the tensor after saving it. A result that requires grad is
+        # complete when it is saved.
+        may_change = not tensor.requires_grad and tensor.is_floating_point()
+        if may_change and not is_parameter_view(tensor):
             self._unwritten = self._node
         return slot
 
@@ -396,14 +423,6 @@ class _SecondRun:
         self._seen += 1
         if index >= self._expected:
             return self._beyond(tensor)
-        self._hand_over(index, tensor)
-        is_last = self._seen == self._expected and self._region.stops_early
-        if is_last and not self._region.last_may_be_unwritten:
-            self.stopped = True
-            raise EnoughRecomputed
-        return _detached(tensor)
-
-    def _hand_over(self, index: int, tensor: torch.Tensor) -> None:
         region = self._region
         if region._check:
             found, wanted = _metadata(tensor), region._metadata[index]
@@ -412,9 +431,15 @@ class _SecondRun:
             ):
                 self.failure = self._mismatch(index, found, wanted)
                 raise self.failure
+        value = tensor.detach() if tensor.requires_grad else tensor
         slot = region._slots[index]()
         if slot is not None:
-            slot.value = _detached(tensor)
+            slot.value = value
+        is_last = self._seen == self._expected and region.stops_early
+        if is_last and not region.last_may_be_unwritten:
+            self.stopped = True
+            raise EnoughRecomputed
+        return value
 
     def _mismatch(self, index: int, found: Metadata, wanted: Metadata) -> RecomputeError:
         where = self._region._call.where
@@ -434,17 +459,13 @@ class _SecondRun:
         if self._region._check and self._region.finished:
             self.failure = self._region.error("more", self._expected)
             raise self.failure
-        return _detached(tensor)
+        return tensor.detach() if tensor.requires_grad else tensor
 
     def require_complete(self) -> None:
         if self.failure is not None:  # the module caught it
             raise self.failure
         if self._region._check and self._seen < self._expected:
             raise self._region.error(self._seen, self._expected)
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -458,7 +479,7 @@ def _metadata(tensor: torch.Tensor) -> Metadata:
     hooks add such nodes in forward but not in recomputation.
     """
     node: Any = tensor.grad_fn
-    name = "" if node is None else None if is_custom_node(node) else node.name()
+    name = "" if node is None else None if isinstance(node, CustomNode) else node.name()
     return tensor.shape, tensor.dtype, tensor.device, _RESHAPES.get(name, name)
 
 
@@ -466,11 +487,3 @@ def _described(metadata: Metadata) -> str:
     shape, dtype, device, node = metadata
     made = {None: "", "": ", without a node"}.get(node, f", made by {node}")
     return f"{tuple(shape)} of {dtype} on {device}{made}"
-
-
-def _may_be_unwritten(tensor: torch.Tensor) -> bool:
-    """Whether the operator that saves the tensor may write to it afterwards.
-
-    A result that requires grad is complete when it is saved.
-    """
-    return tensor.is_floating_point() and not tensor.requires_grad and not is_parameter_view(tensor)

@@ -6,6 +6,7 @@ A message begins with `ckpt_wrap.<function>: ` and ends with what to do.
 from __future__ import annotations
 
 import contextlib
+import reprlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,30 +16,46 @@ from torch.utils.checkpoint import CheckpointError
 
 
 class CkptWrapError(Exception):
-    """Base class of every error raised by this package."""
+    """Base class of every error raised by this package.
+
+    Each message names the function, the module, what is accepted, and what to do.
+    """
 
 
 class ModuleError(CkptWrapError, TypeError):
-    """The argument is not a module, or not one that can be checkpointed or offloaded."""
+    """The argument is not a module, or not one that can be checkpointed or offloaded.
+
+    Also a `TypeError`. Nothing was changed.
+    """
 
 
 class OptionError(CkptWrapError, ValueError):
-    """An option is unknown, has a wrong value or contradicts another option."""
+    """An option is unknown, has a wrong value or contradicts another option.
+
+    Also a `ValueError`. Nothing was changed.
+    """
 
 
 class PolicyError(CkptWrapError, ValueError):
-    """A policy or a rule selects nothing, or is invalid."""
+    """A policy or a rule selects nothing, or is invalid.
+
+    Also a `ValueError`. Nothing was changed.
+    """
 
 
 class RecomputeError(CkptWrapError, CheckpointError):
-    """Recomputation in backward did not repeat the forward.
+    """Recomputation in backward cannot repeat the forward, or did not.
 
-    Also a `torch.utils.checkpoint.CheckpointError`, hence a `RuntimeError`.
+    Raised before a wrong gradient is returned; gradients of later layers may be accumulated
+    already. Also a `torch.utils.checkpoint.CheckpointError`, hence a `RuntimeError`.
     """
 
 
 class OffloadError(CkptWrapError, RuntimeError):
-    """A tensor could not be moved to host memory or disk, or was changed after it was moved."""
+    """A tensor could not be moved to host memory or disk, or was changed after it was saved.
+
+    Also a `RuntimeError`.
+    """
 
 
 @contextlib.contextmanager
@@ -81,8 +98,8 @@ def require_module(value: object, function: str) -> None:
         several = isinstance(value, (list, tuple, set, dict))
         advice = "Call it for each module." if several else "Pass the module itself."
         raise ModuleError(
-            f"ckpt_wrap.{function}: module is {value!r} of type {type(value).__name__}, but it "
-            f"must be an nn.Module. {advice}"
+            f"ckpt_wrap.{function}: module is {reprlib.repr(value)} of type "
+            f"{type(value).__name__}, but it must be an nn.Module. {advice}"
         )
 
 

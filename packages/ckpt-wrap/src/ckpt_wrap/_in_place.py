@@ -14,7 +14,6 @@ configuration files, printed models, lists of layer types.
 from __future__ import annotations
 
 import functools
-import os
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,14 +23,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.utils.checkpoint import noop_context_fn
 
 from ckpt_wrap._checkpoint import Checkpoint
-from ckpt_wrap._checkpoint_fn import CheckpointFn, make_checkpoint_fn
+from ckpt_wrap._checkpoint_fn import make_checkpoint_fn
 from ckpt_wrap._errors import ModuleError, describe, has_forward, require_module
 from ckpt_wrap._offload import Offload
 from ckpt_wrap._offloaded_storage import OffloadStats
-from ckpt_wrap._options import CheckpointImpl, ContextFn, OffloadOptions
+from ckpt_wrap._options import CheckpointOptions, OffloadOptions, in_place_with
 from ckpt_wrap._torch_compat import edges, is_parametrized_class, is_sharded
 from ckpt_wrap._wrapper import ActivationWrapper, Behaviour, clean_in_place, innermost, is_wrapper
 
@@ -39,44 +37,50 @@ M = TypeVar("M", bound=nn.Module)
 STATE = "_ckpt_wrap"
 
 
-def checkpoint_(
-    module: M,
-    *,
-    checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
-    checkpoint_fn: CheckpointFn | None = None,
-    use_reentrant: bool | None = None,
-    preserve_rng_state: bool = True,
-    context_fn: ContextFn = noop_context_fn,
-    determinism_check: str = "default",
-    early_stop: bool = True,
-    **checkpoint_fn_options: Any,
-) -> M:
+@in_place_with(CheckpointOptions)
+def checkpoint_(module: M, *args: Any, **options: Any) -> M:
     """Checkpoint a module in place: backward recomputes what its forward would have saved.
 
-    The module stays the same object with the same names and the same `isinstance`. Called again,
-    it takes the new options.
+    The module stays the same object with the same names and the same `isinstance`. Its class
+    becomes a subclass with the same name, so `type(module)` is another class until `unwrap`. A
+    second call replaces the options of the first.
+
+    Recomputation sees arguments, attributes, buffers, hooks and random numbers as forward found
+    them, and leaves them unchanged. Everything else is changed twice, such as global variables,
+    files and objects in attributes: guard these writes with `is_recomputing`. Do not write to
+    parameters, or to tensors among the arguments, between forward and backward.
 
     Args:
-        module: the module to change.
+        module: the module to change. A model that is to be compiled or parametrized is changed
+            first.
         checkpoint_impl: accepted as in torch; both values run the same implementation.
         checkpoint_fn: a checkpoint function, called as `checkpoint_fn(function, *args, **kwargs)`.
             None: this package's own.
         use_reentrant: as `checkpoint_impl`; a `checkpoint_fn` receives it.
-        preserve_rng_state: replay random numbers in recomputation.
-        context_fn: returns two context managers, for forward and for recomputation.
-        determinism_check: "default" compares every recomputed tensor with the one it replaces;
-            "none" does not.
-        early_stop: end recomputation at the last tensor that backward needs.
+        preserve_rng_state: restore random states in recomputation: those of torch, for the CPU and
+            each device of an input, of Python, of NumPy, and of generators in arguments and
+            attributes. False is right only for a forward that draws no random numbers.
+        context_fn: returns two context managers, for forward and for recomputation. Recomputation
+            may leave the second one early, by an exception.
+        determinism_check: "default" compares shape, dtype, device and kind of autograd node of each
+            recomputed tensor with the one it replaces; "none" does not, so a forward that differs
+            gives wrong gradients without an error.
+        early_stop: end recomputation at the last tensor that backward needs. Code after it, and
+            forward hooks of the last layers, then run once.
+        debug: only with `checkpoint_fn=torch.utils.checkpoint.checkpoint, use_reentrant=False`,
+            which prints the operators of both runs if they differ.
         **checkpoint_fn_options: further options of `checkpoint_fn`. It also receives those of the
             options above that differ from their default.
 
     Returns:
-        The module.
+        The module itself.
 
     Raises:
         ModuleError: not an `nn.Module`, one without a forward, such as `nn.ModuleList`, or one
-            whose class cannot be changed.
+            whose class cannot be changed. In forward: a layer below is lazy and has no parameters.
         OptionError: an option has a wrong value, or needs a `checkpoint_fn`.
+        RecomputeError: in backward: recomputation saved other tensors than forward, or a parameter
+            or an input was changed since.
 
     Warns:
         UserWarning: the module contains a list of repeated blocks, which become one region, or
@@ -90,50 +94,42 @@ def checkpoint_(
         >>> model(torch.ones(1, 4)).sum().backward()
     """
     require_changeable(module, "checkpoint_")
+    made = make_checkpoint_fn(CheckpointOptions("checkpoint_", *args, **options))
     warn_of_one_region(module)
     warn_of_own_switch(module, "checkpoint_")
-    made = make_checkpoint_fn(
-        "checkpoint_",
-        checkpoint_impl=checkpoint_impl,
-        checkpoint_fn=checkpoint_fn,
-        use_reentrant=use_reentrant,
-        preserve_rng_state=preserve_rng_state,
-        context_fn=context_fn,
-        determinism_check=determinism_check,
-        early_stop=early_stop,
-        **checkpoint_fn_options,
-    )
     return become(module, checkpoint=made)
 
 
-def offload_(
-    module: M,
-    *,
-    to: str | os.PathLike[str] = "cpu",
-    min_bytes: int = 1024,
-    max_bytes_away: int | None = None,
-) -> M:
+@in_place_with(OffloadOptions)
+def offload_(module: M, *args: Any, **options: Any) -> M:
     """Offload a module in place: tensors that its forward saves for backward move elsewhere.
 
-    Under `torch.compile` it is an error, because the compiler decides what to save, and where.
-    Under `torch.func`, in `torch.export` and inside a checkpointed module, which saves nothing,
-    the module runs as it is.
+    They are back when backward reads them. Each storage moves once, however many saved tensors
+    share it; parameters and buffers never move. As with `checkpoint_`, only the class of the module
+    changes, and a second call replaces the options of the first. A module that is also
+    checkpointed offloads its inputs.
+
+    A module that is compiled raises an error when it is called, because the compiler decides what
+    to save. Under `torch.func`, in `torch.export` and inside a checkpointed module, which saves
+    nothing, the module runs without offload.
 
     Args:
         module: the module to change.
-        to: `"cpu"` for host memory, or the path of an existing folder.
-        min_bytes: tensors with a smaller storage stay where they are.
+        to: `"cpu"` for pinned host memory, or the path of an existing folder. Tensors of the CPU
+            only move to a folder.
+        min_bytes: tensors whose storage has fewer bytes stay where they are.
         max_bytes_away: how many bytes may be elsewhere at one time, over all modules with the same
             options in this process. Tensors beyond that stay where they are. None: no limit.
 
     Returns:
-        The module.
+        The module itself.
 
     Raises:
         ModuleError: not an `nn.Module`, one without a forward, such as `nn.ModuleList`, or one
             whose class cannot be changed.
         OptionError: an option has a wrong value, or there is no such folder.
-        OffloadError: the folder cannot be written to.
+        OffloadError: the folder cannot be written to. In forward: the disk is full, or the module
+            is compiled or captured in a graph. In backward: a saved tensor was changed in place.
 
     Warns:
         UserWarning: `to` is host memory and there is no accelerator, so nothing moves.
@@ -144,14 +140,19 @@ def offload_(
         >>> block(torch.ones(1, 4)).sum().backward()
     """
     require_changeable(module, "offload_")
-    options = OffloadOptions(to=to, min_bytes=min_bytes, max_bytes_away=max_bytes_away)
-    return become(module, offload=Offload(options))
+    return become(module, offload=Offload(OffloadOptions("offload_", *args, **options)))
 
 
 def offload_stats(module: nn.Module) -> OffloadStats:
-    """Counts of all offloaded modules at and below a module, added up.
+    """Return the counts of all offloaded modules at and below a module, added up.
 
-    So `peak_bytes_away` of several modules is an upper bound: their peaks need not coincide.
+    `peak_bytes_away` of several modules is an upper bound: their peaks need not coincide.
+
+    Args:
+        module: the module; its submodules are included.
+
+    Returns:
+        A snapshot. It is all zeros if no module is offloaded, or if nothing was called yet.
 
     Raises:
         ModuleError: not an `nn.Module`.
@@ -169,11 +170,14 @@ def offload_stats(module: nn.Module) -> OffloadStats:
 def unwrap(module: nn.Module) -> nn.Module:
     """Undo `checkpoint_`, `offload_` and the wrappers, this package's and torch's own.
 
+    Hooks that were registered on a wrapper are lost with it. A backward of an earlier forward still
+    recomputes.
+
     Args:
-        module: the module to free, in place, with all modules below it.
+        module: the module to change, in place, with all modules below it.
 
     Returns:
-        The module, or the wrapped module if it is a wrapper.
+        The module itself, or the wrapped module if `module` is a wrapper.
 
     Raises:
         ModuleError: not an `nn.Module`, or a wrapper that FSDP2 has sharded; nothing is changed.

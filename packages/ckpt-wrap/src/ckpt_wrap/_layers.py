@@ -27,7 +27,7 @@ from ckpt_wrap._errors import (
 )
 from ckpt_wrap._in_place import become, require_changeable, set_name, warn_of_own_switch
 from ckpt_wrap._offload import Offload
-from ckpt_wrap._options import OffloadOptions
+from ckpt_wrap._options import CheckpointOptions, OffloadOptions
 from ckpt_wrap._wrapper import ActivationWrapper, is_wrapper
 
 Rule = Callable[[str, nn.Module], bool | Mapping[str, Any] | None]
@@ -45,11 +45,15 @@ def checkpoint_layers_(
 ) -> tuple[str, ...]:
     """Checkpoint the repeated blocks of a model in place, or the modules that a rule selects.
 
+    Each of them becomes a region, as by `checkpoint_`. Look at the returned names: a model with
+    an unusual layout needs a rule. If one module cannot be checkpointed, none is changed.
+
     Args:
-        model: the model whose layers are checkpointed.
+        model: the model whose layers are checkpointed; it is not checkpointed itself.
         rule: called as `rule(name, module)` for each module below the model. It returns True,
             False, or options of `checkpoint_` for this module. None: the repeated blocks are found.
-        every: checkpoint every n-th of the found blocks, starting with the first.
+        every: checkpoint every n-th of the blocks, starting with the first of each list, or every
+            n-th of the modules that the rule selects.
         offload: also offload the inputs of these modules: True for host memory, or the path of an
             existing folder. Tensors of the CPU are only moved to a folder.
         **options: options of `checkpoint_` for every module; those of the rule are added to them.
@@ -61,8 +65,11 @@ def checkpoint_layers_(
         ModuleError: not an `nn.Module`, one without repeated blocks, or one of the modules cannot
             be changed.
         OptionError: an option has a wrong value.
-        PolicyError: the rule is not a function, or selects nothing. In all cases no module is
-            changed.
+        PolicyError: the rule is not a function, or selects nothing.
+        OffloadError: the folder of `offload` cannot be written to.
+
+    Warns:
+        UserWarning: the model has checkpointing of its own switched on.
 
     Example:
         >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())
@@ -76,16 +83,15 @@ def checkpoint_layers_(
             f"ckpt_wrap.checkpoint_layers_: option 'every' is {every!r}, but it must be an int of "
             "at least 1. Pass 1 for all blocks, 2 for every second."
         )
-    selected = _selected_by(rule, model) if rule is not None else _found(model, every)
+    selected = _found(model, every) if rule is None else _selected_by(rule, model)[::every]
     changes = []
     for name, module, own in selected:
         require_changeable(module, "checkpoint_layers_", name)
-        change: dict[str, Any] = {
-            "checkpoint": make_checkpoint_fn("checkpoint_layers_", **{**options, **own})
-        }
+        chosen = CheckpointOptions("checkpoint_layers_", **{**options, **own})
+        change: dict[str, Any] = {"checkpoint": make_checkpoint_fn(chosen)}
         if offload:
             to = "cpu" if offload is True else offload
-            change["offload"] = Offload(OffloadOptions(to=to))
+            change["offload"] = Offload(OffloadOptions("checkpoint_layers_", to=to))
         changes.append((module, name, change))
     warn_of_own_switch(model, "checkpoint_layers_")
     for module, name, change in changes:
@@ -125,8 +131,8 @@ def _found(model: nn.Module, every: int) -> Selected:
     if not selected:
         raise ModuleError(
             f"ckpt_wrap.checkpoint_layers_: model {type(model).__name__} has no nn.ModuleList, "
-            "nn.ModuleDict or nn.Sequential with two blocks of one class. Call checkpoint_ on its "
-            "blocks."
+            "nn.ModuleDict or nn.Sequential with two blocks of one class. Pass a rule that selects "
+            "its blocks, such as lambda name, module: isinstance(module, Block)."
         )
     return selected
 

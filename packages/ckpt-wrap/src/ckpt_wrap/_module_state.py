@@ -18,6 +18,7 @@ present ones are put back. So a counter advances once, and changes since forward
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ckpt_wrap._arguments import ATOMS, BUILTIN, Copier
-from ckpt_wrap._errors import ModuleError, RecomputeError, path_of
+from ckpt_wrap._errors import ModuleError, RecomputeError, describe, path_of
 from ckpt_wrap._random import Source, source_of
 from ckpt_wrap._torch_compat import (
     is_compiled,
@@ -62,7 +63,7 @@ class _Kept:
         copies: whether to copy it.
 
     Attributes:
-        value: the tensor for recomputation, or None if forward wrote to it and there is no copy.
+        value: the tensor for recomputation; None if forward wrote to it and there is no copy.
         has_graph: whether it was a result of differentiable operators.
     """
 
@@ -127,20 +128,12 @@ class _Kept:
             fresh[id(self)] = made
         return fresh[id(self)]
 
-    def require(self, name: str, where: str) -> None:
-        """Raise `RecomputeError` if there is no value, or it was written since."""
+    @property
+    def lost(self) -> str:
+        """When the value was lost, or "" if it was not."""
         if self.value is None:
-            when = "by its own forward"
-        elif version_of(self.value) != self._version:
-            when = "since its forward"
-        else:
-            return
-        kind = "buffer" if self.name in self.module._buffers else "attribute"
-        raise RecomputeError(
-            f"ckpt_wrap.checkpoint_: {kind} {name!r} of module {where} was changed in place "
-            f"{when}, and recomputation needs it as it was before. Change a clone of it, or change "
-            "it after backward."
-        )
+            return "by its own forward"
+        return "" if version_of(self.value) == self._version else "since its forward"
 
 
 # Names of the buffers and attributes of modules that a forward has written to.
@@ -259,7 +252,7 @@ class ModuleState:
 
     Args:
         module: the called module, or None for a function.
-        where: the module, for messages.
+        name: its qualified name, if known.
         own_hooks: whether the hooks of the module itself run in recomputation.
         random: whether to record random number generators that modules hold.
 
@@ -271,12 +264,12 @@ class ModuleState:
     """
 
     def __init__(
-        self, module: nn.Module | None, where: str, *, own_hooks: bool, random: bool
+        self, module: nn.Module | None, name: str, *, own_hooks: bool, random: bool
     ) -> None:
         self.module = module
         self.weights: list[torch.Tensor] = []
         self.may_keep_all = False
-        self._where = where
+        self._module_name = name
         self._own_hooks = own_hooks
         self._random = random
         self._phase = "start"  # then "forward", "end"
@@ -322,6 +315,8 @@ class ModuleState:
                 if parameters:
                     self._record_parameters(module, parameters)
                 todo.extend(self._record(module))
+        new = self._parameters[len(self._versions) :]
+        self._versions += versions_of([parameter for _, _, parameter in new])
 
     def _record(self, module: nn.Module) -> Iterable[nn.Module]:
         """Record attributes, buffers, hooks and submodules; return submodules to record next."""
@@ -411,7 +406,6 @@ class ModuleState:
                 if type(parameter) is not nn.Parameter and is_lazy(parameter):
                     self._refuse_lazy()
                 self._parameters.append((module, name, parameter))
-                self._versions.append(version_of(parameter))
             elif parameter is not None:
                 self._given.append((parameters, name))
                 self.weights.append(parameter)
@@ -456,9 +450,11 @@ class ModuleState:
     def settle(self) -> bool:
         """Choose tensors at the end of forward; return whether recomputation can repeat it."""
         self._phase = "end"
+        can_repeat = True
         for kept in self._kept.values():
             kept.end()
-        return all(kept.value is not None for kept in self._kept.values())
+            can_repeat &= kept.value is not None
+        return can_repeat
 
     def drop(self) -> None:
         """Forget everything: nothing will be recomputed."""
@@ -482,11 +478,12 @@ class ModuleState:
             for kept in self._kept.values():
                 kept.settle()
         for kept in self._kept.values():
-            kept.require(self._name(kept.module, kept.name), self._where)
+            if kept.lost:
+                raise self._changed_tensor(kept)
         fresh: dict[int, torch.Tensor] = {}
         fill = Copier(lambda leaf: _value(leaf, fresh), _is_data)
-        filled = [place for place in self._empty if place]  # by other code, since forward
-        places = self._places + [_Place(table, {}) for table in filled]
+        filled = list(filter(None, self._empty))  # by other code, since forward
+        places = [*self._places, *map(_Place, filled, itertools.repeat({}))]
         before: list[tuple[_Place, dict[str, Any]]] = []
         given = [table[name] for table, name in self._given]
         states = [(source, source.state()) for source, _ in self._sources.values()]
@@ -536,6 +533,20 @@ class ModuleState:
                 f"module {self._where} was {what}, and recomputation with other values gives "
                 f"another gradient. {advice}"
             )
+
+    def _changed_tensor(self, kept: _Kept) -> RecomputeError:
+        kind = "buffer" if kept.name in kept.module._buffers else "attribute"
+        return RecomputeError(
+            f"ckpt_wrap.checkpoint_: {kind} {self._name(kept.module, kept.name)!r} of module "
+            f"{self._where} was changed in place {kept.lost}, and recomputation needs it as it was "
+            "before. Change a clone of it, or change it after backward."
+        )
+
+    @property
+    def _where(self) -> str:
+        """The called module, for messages."""
+        assert self.module is not None  # there is no state to complain about without one
+        return describe(self.module, self._module_name)
 
     def _name(self, module: nn.Module, name: str) -> str:
         prefix = path_of(module, self.module)

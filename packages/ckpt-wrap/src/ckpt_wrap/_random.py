@@ -32,7 +32,7 @@ class _Remembered:
         read: returns the state.
         write: sets it.
         memory: returns a value that differs after each number that is drawn, or None.
-        is_known: whether a state with the same memory is the same state.
+        is_known: whether a state with the same memory is the same state. None: always.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class _Remembered:
         read: Callable[[], Any],
         write: Callable[[Any], Any],
         memory: Callable[[], Any],
-        is_known: Callable[[Any], bool] = lambda state: True,
+        is_known: Callable[[Any], bool] | None = None,
     ) -> None:
         self._read = read
         self._write = write
@@ -51,7 +51,8 @@ class _Remembered:
     def state(self) -> Any:
         memory = self._memory()
         seen, state = self._last
-        if memory is None or memory != seen or not self._is_known(state):
+        known = memory is not None and memory == seen
+        if not known or (self._is_known is not None and not self._is_known(state)):
             state = self._read()
             self._last = (memory, state)
         return state
@@ -64,7 +65,7 @@ class _Remembered:
 
 def _python() -> Source:
     generator: Any = random.getstate.__self__  # type: ignore[attr-defined]  # a bound method
-    memory = (lambda: _memory_of(generator)) if _has_memory() else (lambda: None)
+    memory = functools.partial(_memory_of, generator) if _has_memory() else lambda: None
     remembered = _Remembered(random.getstate, random.setstate, memory)
     return Source(remembered.state, remembered.set_state)
 
@@ -92,9 +93,8 @@ def _has_memory() -> bool:
 def _numpy(module: Any) -> Source:
     get = functools.partial(module.get_state, legacy=False)
     # The second number of a normal draw is kept elsewhere: a state that has none is known.
-    remembered = _Remembered(
-        get, module.set_state, lambda: _numpy_memory(module), lambda state: not state["has_gauss"]
-    )
+    memory = functools.partial(_numpy_memory, module)
+    remembered = _Remembered(get, module.set_state, memory, lambda state: not state["has_gauss"])
     return Source(remembered.state, remembered.set_state)
 
 

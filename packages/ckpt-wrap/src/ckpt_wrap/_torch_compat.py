@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
@@ -147,9 +148,10 @@ active_transform: Callable[[], Any] = getattr(
 )
 
 
-def early_stop_override() -> bool | None:
-    """The value of `torch.utils.checkpoint.set_checkpoint_early_stop`, or None."""
-    return getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)
+# The value of `torch.utils.checkpoint.set_checkpoint_early_stop`, or None.
+early_stop_override: Callable[[], bool | None] = partial(
+    getattr, torch.utils.checkpoint, "_enable_checkpoint_early_stop", None
+)
 
 
 def bypass_hooks(context: Any) -> None:
@@ -212,15 +214,12 @@ def versions_of(tensors: list[torch.Tensor]) -> list[int]:
 _version = attrgetter("_version")
 
 
-def next_hook_number() -> int:
-    """The number that the next hook on any tensor, node or module gets; it only grows."""
-    return getattr(RemovableHandle, "next_id", 0)
+# The number that the next hook on any tensor, node or module gets; it only grows.
+next_hook_number: Callable[[], int] = partial(getattr, RemovableHandle, "next_id", 0)
 
 
 def remove_hooks(numbers: range, tensors: list[torch.Tensor], module: nn.Module | None) -> None:
     """Remove hooks with these numbers from tensors, and from a module with all that it contains."""
-    if not numbers:
-        return
     modules = () if module is None else module.modules()
     tables = [table for below in modules for name, table in vars(below).items() if "hooks" in name]
     parameters = () if module is None else module.parameters()
@@ -240,12 +239,8 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 next_node_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
 
 
-def is_custom_node(node: Any) -> bool:
-    """Whether a node of the graph belongs to a `torch.autograd.Function`."""
-    return isinstance(node, _CustomNode)
-
-
-_CustomNode: Any = getattr(torch._C, "_FunctionBase", ())
+# The class of nodes of the graph that belong to a `torch.autograd.Function`.
+CustomNode: Any = getattr(torch._C, "_FunctionBase", ())
 
 
 def counter_owner(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,12 +17,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import noop_context_fn
 
-from ckpt_wrap._checkpoint_fn import CheckpointFn, make_checkpoint_fn
-from ckpt_wrap._errors import require_module
+from ckpt_wrap._checkpoint_fn import make_checkpoint_fn
+from ckpt_wrap._errors import OptionError, require_module
 from ckpt_wrap._offload import Offload
-from ckpt_wrap._options import CheckpointImpl, ContextFn, OffloadOptions
+from ckpt_wrap._options import (
+    CheckpointFn,
+    CheckpointImpl,
+    CheckpointOptions,
+    OffloadOptions,
+    wrapping_with,
+)
 from ckpt_wrap._torch_compat import edges, never_compiled
 
 WRAPPED_MODULE = "_checkpoint_wrapped_module"
@@ -106,6 +110,12 @@ class Children(dict[str, Any]):
 
 class ActivationWrapper(nn.Module):
     """Base of the two wrappers; holds the wrapped module as `_checkpoint_wrapped_module`.
+
+    Attributes, items, parameters, buffers and state dicts are those of the wrapped module. The
+    class is not: `isinstance(wrapper, Block)` is False.
+
+    Args:
+        mod: the module to wrap.
 
     Raises:
         ModuleError: `mod` is not an `nn.Module`.
@@ -194,7 +204,18 @@ class ActivationWrapper(nn.Module):
 
 
 class CheckpointWrapper(ActivationWrapper):
-    """A module whose forward is checkpointed; made by `checkpoint_wrapper`, with its options."""
+    """A module whose forward is checkpointed; made by `checkpoint_wrapper`.
+
+    Args:
+        mod: the module to wrap.
+        checkpoint_impl: accepted as in torch; both values run the same implementation.
+        checkpoint_fn: a checkpoint function. None: this package's own.
+        **options: the other options of `checkpoint_`.
+
+    Raises:
+        ModuleError: `mod` is not an `nn.Module`.
+        OptionError: an option has a wrong value, or needs a `checkpoint_fn`.
+    """
 
     checkpoint_impl: CheckpointImpl
     checkpoint_fn: CheckpointFn
@@ -208,10 +229,7 @@ class CheckpointWrapper(ActivationWrapper):
     ) -> None:
         super().__init__(mod)
         made = make_checkpoint_fn(
-            "checkpoint_wrapper",
-            checkpoint_impl=checkpoint_impl,
-            checkpoint_fn=checkpoint_fn,
-            **options,
+            CheckpointOptions("checkpoint_wrapper", checkpoint_impl, checkpoint_fn, **options)
         )
         # Set in the instance's dict: setattr would set them on the wrapped module.
         self.__dict__.update(checkpoint_impl=checkpoint_impl, checkpoint_fn=made, _caller=made)
@@ -228,33 +246,47 @@ class CheckpointWrapper(ActivationWrapper):
 
 
 class OffloadWrapper(ActivationWrapper):
-    """A module whose saved tensors are offloaded; made by `offload_wrapper`, with its options."""
+    """A module whose saved tensors are offloaded; made by `offload_wrapper`.
+
+    Args:
+        mod: the module to wrap.
+        **options: the options of `offload_`.
+
+    Raises:
+        ModuleError: `mod` is not an `nn.Module`.
+        OptionError: an option has a wrong value, or there is no such folder.
+        OffloadError: the folder cannot be written to.
+    """
 
     def __init__(self, mod: nn.Module, **options: Any) -> None:
         super().__init__(mod)
-        self.__dict__["_caller"] = Offload(OffloadOptions(**options))
+        self.__dict__["_caller"] = Offload(OffloadOptions("offload_wrapper", **options))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, offloading what it saves."""
         return self._caller(self._inner(), *args, **kwargs)
 
 
-def checkpoint_wrapper(
-    module: nn.Module,
-    checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
-    checkpoint_fn: CheckpointFn | None = None,
-    *,
-    use_reentrant: bool | None = None,
-    preserve_rng_state: bool = True,
-    context_fn: ContextFn = noop_context_fn,
-    determinism_check: str = "default",
-    early_stop: bool = True,
-    **checkpoint_fn_options: Any,
-) -> nn.Module:
+@wrapping_with(CheckpointOptions)
+def checkpoint_wrapper(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
     """Wrap a module so that backward recomputes what its forward would have saved.
 
-    The module becomes `_checkpoint_wrapped_module` of the result. The options and errors are those
-    of `checkpoint_`.
+    It has the name and the parameters of torch's function, and the names of parameters, buffers and
+    state-dict entries stay plain. Recomputation works as with `checkpoint_`, which describes the
+    options, what recomputation sees, and errors in forward and backward.
+
+    Args:
+        module: the module to wrap; unlike for `checkpoint_`, also one whose class cannot change,
+            such as a TorchScript module.
+        **options: the options of `checkpoint_`; the first two, `checkpoint_impl` and
+            `checkpoint_fn`, also by position.
+
+    Returns:
+        A `CheckpointWrapper` with `module` as its `_checkpoint_wrapped_module`.
+
+    Raises:
+        ModuleError: not an `nn.Module`.
+        OptionError: an option has a wrong value, or needs a `checkpoint_fn`.
 
     Example:
         >>> import torch
@@ -262,29 +294,30 @@ def checkpoint_wrapper(
         >>> list(block.state_dict())
         ['weight', 'bias']
     """
-    return CheckpointWrapper(
-        module,
-        checkpoint_impl,
-        checkpoint_fn,
-        use_reentrant=use_reentrant,
-        preserve_rng_state=preserve_rng_state,
-        context_fn=context_fn,
-        determinism_check=determinism_check,
-        early_stop=early_stop,
-        **checkpoint_fn_options,
-    )
+    return CheckpointWrapper(module, *args, **options)
 
 
-def offload_wrapper(
-    module: nn.Module,
-    *,
-    to: str | os.PathLike[str] = "cpu",
-    min_bytes: int = 1024,
-    max_bytes_away: int | None = None,
-) -> nn.Module:
-    """Wrap a module so that the tensors it saves for backward are kept elsewhere.
+@wrapping_with(OffloadOptions)
+def offload_wrapper(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
+    """Wrap a module so that the tensors it saves for backward move elsewhere.
 
-    The options and errors are those of `offload_`.
+    Offload works as with `offload_`, which describes the options, which tensors move, and errors in
+    forward and backward.
+
+    Args:
+        module: the module to wrap.
+        **options: the options of `offload_`.
+
+    Returns:
+        An `OffloadWrapper` with `module` as its `_checkpoint_wrapped_module`.
+
+    Raises:
+        ModuleError: not an `nn.Module`.
+        OptionError: an option has a wrong value, or there is no such folder.
+        OffloadError: the folder cannot be written to.
+
+    Warns:
+        UserWarning: `to` is host memory and there is no accelerator, so nothing moves.
 
     Example:
         >>> import tempfile, torch
@@ -292,7 +325,7 @@ def offload_wrapper(
         >>> block(torch.ones(1, 4)).shape
         torch.Size([1, 2])
     """
-    return OffloadWrapper(module, to=to, min_bytes=min_bytes, max_bytes_away=max_bytes_away)
+    return OffloadWrapper(module, *args, **options)
 
 
 def clean_name(name: str) -> str:
@@ -301,14 +334,29 @@ def clean_name(name: str) -> str:
 
 
 def clean_state_dict(state_dict: Mapping[str, T]) -> dict[str, T]:
-    """A state dict that a model without wrappers can load; values are the same objects.
+    """Return a state dict without the wrapper's prefix in its keys.
 
-    Module versions are kept.
+    Needed only for other code: models with this package's wrappers load both kinds of keys.
+
+    Args:
+        state_dict: any mapping from names to values, such as one saved under torch's wrapper.
+
+    Returns:
+        A new dict in the same order, with the same objects as values. Versions of modules, in
+        `_metadata`, are kept under the plain names.
+
+    Raises:
+        OptionError: `state_dict` is not a mapping.
 
     Example:
         >>> dict(clean_state_dict({"0._checkpoint_wrapped_module.weight": 1}))
         {'0.weight': 1}
     """
+    if not isinstance(state_dict, Mapping):
+        raise OptionError(
+            f"ckpt_wrap.clean_state_dict: state_dict is of type {type(state_dict).__name__}, but "
+            "it must map names to values. Pass model.state_dict(), or what torch.load returned."
+        )
     clean: Any = OrderedDict((clean_name(name), value) for name, value in state_dict.items())
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:

@@ -18,7 +18,6 @@ from ._errors import (
     StateError,
     UnknownNameError,
 )
-from ._listeners import Subscription
 from ._record import ModuleCall
 from ._tracker import ModTracker
 from .integrations._callbacks import lightning_callback, transformers_callback
@@ -27,7 +26,8 @@ from .reports._flops import FlopReport, profile_flops
 from .reports._growth import assert_no_growth
 from .reports._memory import MemoryReport, profile_memory
 from .reports._memory_page import MemoryPage
-from .reports._report import PhaseRow, Report
+from .reports._report import Report
+from .reports._rows import PhaseRow
 from .reports._time import TimeReport, profile_time
 from .reports._trace import TraceReport, trace
 from .reports._watch import MemoryWatch, watch_memory
@@ -47,7 +47,6 @@ __all__ = [
     "Report",
     "ReportSchedule",
     "StateError",
-    "Subscription",
     "TimeReport",
     "TraceReport",
     "UnknownNameError",

@@ -18,8 +18,8 @@ that ran when the innermost running module was entered.
 Note [Recomputation]
 Code that runs in a backward repeats the forward if
 - it is inside a module call that began in this backward;
-- the library that runs it says so, by `torch.autograd.graph.recompute_callbacks`;
-- torch's checkpoint runs it, or torch_remat, which is built on it;
+- the library that runs it says so, by `torch.autograd.graph.recompute_callbacks`. For torch's
+  checkpoint, and what is built on it, `_torch_compat` does so;
 - gradients are enabled inside a node, of a backward that creates no graph. Checkpoints of other
   libraries enable them, since autograd runs nodes with gradients disabled.
 The library may name a node that the code created in the forward: then the code belongs to the call
@@ -32,11 +32,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
-from torch import is_grad_enabled, nn
+from torch import is_grad_enabled, nn, no_grad
 
-from ._listeners import INTERNAL, NOTHING, Listeners, PathListeners
 from ._names import Names, keys_below, module_at
 from ._record import Call, Path, ThreadState, outside, recompute_base
 from ._torch_compat import (
@@ -48,7 +49,6 @@ from ._torch_compat import (
     current_node,
     graph_task,
     is_compiled_graph,
-    is_torchs_recompute,
     next_number,
     number_asking,
     number_of,
@@ -65,6 +65,8 @@ KEPT_TASKS = 64
 
 NOWHERE = outside()
 
+Callback = Callable[..., object]
+
 
 class PathGuard(weakref.ref[nn.Module]):
     """Removes the path of a dead module from the children of its parent; see `Path.guard`."""
@@ -76,20 +78,23 @@ class PathGuard(weakref.ref[nn.Module]):
 
 
 class Attribution:
-    """Thread states, names and listeners of one tracker.
+    """Thread states and names of one tracker.
 
     Attributes:
         threaded: whether modules ran in several threads.
+        has_events: whether module calls have events: there are listeners, or several threads, whose
+            outputs are marked.
+        switched: called with the call and phase whenever another call runs.
         gone_calls: number of calls of modules whose paths are removed, by name.
     """
 
     def __init__(self, *, limit: int) -> None:
         self.limit = limit
         self.names = Names()
-        self.listeners = Listeners()
+        self.switched: tuple[Callback, ...] = ()
         self.local = threading.local()
         self.states: deque[ThreadState] = deque(maxlen=KEPT_STATES)
-        self.threaded = False
+        self.threaded = self.has_events = False
         self.gone_calls: Counter[str] = Counter()
         self._task_states: dict[int, ThreadState] = {}
 
@@ -100,8 +105,7 @@ class Attribution:
             self.claim(task, self._state_of(None, task))
         state = ThreadState(limit=self.limit, inner=task != NO_TASK)
         if self.states:
-            self.threaded = True
-            self.update_listeners()
+            self.threaded = self.has_events = True
         self.states.append(state)
         self.local.state = state
         return state
@@ -145,9 +149,11 @@ class Attribution:
         if number is not None:
             known = None if number < 0 else self._creator(state, graph_task(), number)
             state.repeats.append((known, state.call))
+            self.tell_switch()
         elif state.repeats:
             state.repeats.pop()
-        self.tell_switch()
+            with no_grad():  # a checkpoint enables gradients until a little later
+                self.tell_switch()
 
     def attribute_op(self) -> tuple[Call, str]:
         """`locate` for an operator. Also attributes nodes that a backward creates."""
@@ -161,10 +167,10 @@ class Attribution:
         return call, phase
 
     def tell_switch(self) -> None:
-        """Notify listeners of `switched` that another call is running."""
-        if self.listeners.switched:
+        """Notify `switched` that another call is running."""
+        if self.switched:
             call, phase = self.locate()
-            for notify in self.listeners.switched:
+            for notify in self.switched:
                 notify(call, phase)
 
     def resting_place(self, task: int) -> tuple[Call, str]:
@@ -193,12 +199,11 @@ class Attribution:
         alive = guard if target is module else weakref.ref(target)
         if self._is_internal(target, parent):
             path = Path(alive, parent=parent)
-            path.listeners = INTERNAL
+            path.internal = True
         else:
             name = self.names.of(target) or self.names.adopt(target, around=parent.modules())
             called_as = self._called_as(parent, target, name)
             path = Path(alive, parent=parent, name=name, called_as=called_as)
-            path.listeners = self._listeners_of(path)
             first = state.paths.get(id(target))
             if first is None or first.module() is not target:  # of a dead module at this address
                 state.paths[id(target)] = path
@@ -207,13 +212,6 @@ class Attribution:
         path.guard = guard
         parent.children[key] = path
         return path
-
-    def update_listeners(self) -> None:
-        """Look up the listeners of every path again, after a listener was added or removed."""
-        for state in list(self.states):
-            for path in state.walk():
-                if path.parent is not None and path.listeners is not INTERNAL:
-                    path.listeners = self._listeners_of(path)
 
     def claim(self, task: int, state: ThreadState | None) -> None:
         """Record that backward `task` runs nodes created in `state`."""
@@ -254,7 +252,7 @@ class Attribution:
         module = None if variable is None else self.names.owner(variable)
         if module is None:
             return NOWHERE
-        for holder in (module, *self.names.holders(module)):
+        for holder in chain((module,), self.names.holders(module)):
             path = state.paths.get(id(holder))
             if path is not None and path.module() is holder:
                 return path.last
@@ -269,10 +267,6 @@ class Attribution:
             return state  # only one thread ran modules
         made = [known for known in self.states if not known.inner and len(known.record)]
         return state if state in made or not made else made[-1]
-
-    def _listeners_of(self, path: Path) -> PathListeners | None:
-        # Several threads ran modules, so outputs are marked.
-        return self.listeners.of(path) or (NOTHING if self.threaded else None)
 
     def _is_internal(self, module: nn.Module, parent: Path) -> bool:
         if is_compiled_graph(module):
@@ -300,7 +294,7 @@ class Attribution:
 
 def _is_recomputing() -> bool:
     """Whether a node of the running backward runs forward code. See Note [Recomputation]."""
-    return (is_grad_enabled() and not creates_graph(graph_task())) or is_torchs_recompute()
+    return is_grad_enabled() and not creates_graph(graph_task())
 
 
 def _drop(guard: PathGuard) -> None:

@@ -1,8 +1,8 @@
 """The patch of `nn.Module.__call__`, and the path of one module call.
 
 A module call passes `tracked` below: it finds the thread's state and the call's path, makes the
-call the running one, calls the module, and restores the caller. `call_with_events` adds the events
-if the path has listeners.
+call the running one, calls the module, and restores the caller. With listeners, `Events.call` calls
+the module.
 
 Note [Owning the patch]
 - Entering a tracker puts a new layer around the current `nn.Module.__call__`. A layer is never
@@ -17,11 +17,6 @@ Note [Owning the patch]
   nothing of it and has no guard on it.
 - A foreign patch may copy the attributes of the layer it wraps, as `functools.wraps` does. So a
   function counts as a layer's only if the layer refers to that function.
-
-Note [Calls with events]
-An exception of the module or of a listener reaches the caller of the module, and the thread's
-state is restored. Listeners that were called on entry are called on exit, with output None if the
-call failed.
 """
 
 from __future__ import annotations
@@ -34,10 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._attribution import FORWARD, RECOMPUTE
-from ._backward import Backward
-from ._listeners import INTERNAL, Callback, PathListeners
-from ._record import ThreadState
+from ._events import Events
 from ._torch_compat import NO_TASK, graph_task, next_number
 
 Proceed = Callable[..., Any]
@@ -65,15 +57,15 @@ class Layer:
 class CallPatch:
     """Puts layers around `nn.Module.__call__`. See Note [Owning the patch]."""
 
-    def __init__(self, backward: Backward) -> None:
-        self._backward = backward
+    def __init__(self, events: Events) -> None:
+        self._events = events
         self._layer: Layer | None = None
 
     def install(self) -> None:
         with _lock:
             take_out_inactive()
             self._layer = layer = Layer(nn.Module.__call__)
-            function = tracked(layer, self._backward)
+            function = tracked(layer, self._events)
             function.mod_tracker_layer = layer  # type: ignore[attr-defined]
             layer.function = weakref.ref(function)
             nn.Module.__call__ = function  # type: ignore[method-assign]
@@ -107,9 +99,9 @@ def layer_of(function: Proceed) -> Layer | None:
     return layer if layer is not None and layer.function() is function else None
 
 
-def tracked(layer: Layer, backward: Backward) -> Proceed:
+def tracked(layer: Layer, events: Events) -> Proceed:
     """Return the function of a layer: it updates the thread's state and calls `layer.below`."""
-    attribution = backward.attribution
+    attribution = events.attribution
     local, open_state = attribution.local, attribution.open_state
     is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -126,7 +118,7 @@ def tracked(layer: Layer, backward: Backward) -> Proceed:
         task, before, before_task = graph_task(), state.call, state.task
         outer = before if task == before_task else attribution.base_of(state, module, task)
         path = outer[0].children.get(id(module)) or attribution.add_path(state, outer, module)
-        if path.listeners is INTERNAL:
+        if path.internal:
             return layer.below(module, *args, **kwargs)
         number = next_number()
         if number != state.number:
@@ -136,9 +128,9 @@ def tracked(layer: Layer, backward: Backward) -> Proceed:
         inner = path.last = state.call = (path, index, outer)
         state.task = task
         try:
-            if path.listeners is None:
+            if not attribution.has_events:
                 return layer.below(module, *args, **kwargs)
-            return call_with_events(backward, state, layer.below, module, args, kwargs)
+            return events.call(state, layer.below, module, args, kwargs)
         finally:
             state.call, state.task = before, before_task
             number = next_number()
@@ -146,45 +138,7 @@ def tracked(layer: Layer, backward: Backward) -> Proceed:
                 state.flush(number, inner)
             if outer is not before:
                 state.borrow(outer, number)
-            if path.listeners is not None:
+            if attribution.switched:
                 attribution.tell_switch()
 
     return call
-
-
-def call_with_events(
-    backward: Backward,
-    state: ThreadState,
-    below: Proceed,
-    module: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> Any:
-    """Call the module and its listeners. See Note [Calls with events].
-
-    The caller has made this call the running one.
-    """
-    path = state.call[0]
-    listeners: PathListeners = path.listeners
-    for notify in backward.attribution.listeners.switched:
-        notify(state.call, FORWARD if state.task == NO_TASK else RECOMPUTE)
-    outermost, seen = not state.leaves, path.module()
-    told: list[Callback] = []
-    output = None
-    try:
-        call_backward = backward.open(state, listeners, args, kwargs)
-        for entered, left in listeners.forward:
-            if entered is not None:
-                entered(seen, args, kwargs)
-            if left is not None:
-                told.append(left)
-        output = below(module, *args, **kwargs)
-    finally:
-        try:
-            for notify in told:
-                notify(seen, args, kwargs, output)
-        finally:
-            if outermost:
-                state.leaves.clear()
-    backward.close(state, call_backward, output)
-    return output

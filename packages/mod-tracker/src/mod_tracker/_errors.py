@@ -8,7 +8,7 @@ class ModTrackerError(Exception):
 
 
 class HookSlotError(ModTrackerError, AssertionError, ValueError):
-    """`register_user_hooks` accepts one hook of each kind; use `subscribe` for several."""
+    """`register_user_hooks` accepts one hook of each kind."""
 
 
 class OptionError(ModTrackerError, ValueError):

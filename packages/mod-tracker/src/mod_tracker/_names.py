@@ -66,11 +66,6 @@ def module_at(holder: nn.Module, key: str) -> nn.Module | None:
     return None if module is None else unwrap(module)
 
 
-def registers(module: nn.Module, parameter: torch.Tensor) -> bool:
-    """Whether the module itself registers the parameter."""
-    return any(held is parameter for held in parameters_of(module).values())
-
-
 class _Held(weakref.ref[nn.Module]):
     """Weak reference to a module, with its name."""
 
@@ -154,16 +149,19 @@ class Names:
 
     def owner(self, parameter: torch.Tensor) -> nn.Module | None:
         """Return the module that registers the parameter, or None."""
-        if parameter not in self._owners:
-            found = (
-                weakref.ref(module)
-                for root in self.roots().values()
-                for _, module in walk(root)
-                if registers(module, parameter)
-            )
-            self._owners[parameter] = next(found, None)
-        owner = self._owners[parameter]
+        owner = self._owners.get(parameter, self)
+        if owner is self:
+            self._index_parameters()
+            owner = self._owners.setdefault(parameter, None)
         return None if owner is None else owner()
+
+    def _index_parameters(self) -> None:
+        # One walk for all parameters: a walk for each would be quadratic.
+        for root in self.roots().values():
+            for _, module in walk(root):
+                for held in parameters_of(module).values():
+                    if held is not None:
+                        self._owners.setdefault(held, weakref.ref(module))
 
     def holders(self, module: nn.Module) -> Iterator[nn.Module]:
         """Yield the named modules above `module`, nearest first."""

@@ -46,7 +46,7 @@ class Path:
         keys: state_dict prefixes of the modules below this one, by `id`, once needed.
         last: the latest call on this path.
         uncounted: calls that `last` counts and that were not in forward.
-        listeners: listeners of calls on this path; None if there are none.
+        internal: whether this is a graph that torch.compile calls; such a call is no module call.
         guard: weak reference that removes the path from `parent.children` when the called object
             is freed. Otherwise a new object with the same `id` would get this path.
     """
@@ -55,9 +55,9 @@ class Path:
         "called_as",
         "children",
         "guard",
+        "internal",
         "keys",
         "last",
-        "listeners",
         "module",
         "name",
         "parent",
@@ -82,7 +82,7 @@ class Path:
         self.keys: dict[int, str] = {}
         self.last: Call = (self, -1, None)
         self.uncounted = 0
-        self.listeners: Any = None
+        self.internal = False
         self.guard: Any = None
 
     @property

@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, lru_cache
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
@@ -153,22 +153,6 @@ def _caller(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def is_torchs_recompute() -> bool:
-    """Whether torch's checkpoint runs a forward again in this thread.
-
-    The reentrant kind recomputes in a `CheckpointFunction` node. The other kind recomputes under
-    saved-tensor hooks named `_recomputation_hook`.
-    """
-    hooks = top_saved_hooks()
-    if hooks is not None and _qualified(hooks[0]).startswith("_recomputation_hook."):
-        return True
-    return _is_of(current_node(), checkpoint.CheckpointFunction)
-
-
-def _qualified(function: Any) -> str:
-    return str(getattr(function, "__qualname__", ""))
-
-
 def _is_of(node: Any, *functions: type) -> bool:
     """Whether a node is the backward of one of these autograd functions."""
     return issubclass(getattr(node, "_forward_cls", object), functions)
@@ -177,25 +161,87 @@ def _is_of(node: Any, *functions: type) -> bool:
 RecomputeCallback = Callable[[int | None], None]
 """Called with a node's number when recomputation begins, and with None when it ends."""
 
-_recompute_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def add_recompute_callback(callback: RecomputeCallback) -> Callable[[], None]:
     """Add a callback to `torch.autograd.graph.recompute_callbacks`; return how to remove it.
 
-    Libraries that recompute call the functions in this tuple. It exists while it has any.
+    Libraries that recompute call the functions in this tuple. It exists while it has any. torch's
+    checkpoint does not call them by itself, so it is patched for that time.
     """
     _set_callbacks(lambda held: (*held, callback))
     return lambda: _set_callbacks(lambda held: tuple(one for one in held if one is not callback))
 
 
 def _set_callbacks(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
-    with _recompute_lock:
-        left = change(getattr(graph, "recompute_callbacks", ()))
+    with _lock:
+        before = getattr(graph, "recompute_callbacks", ())
+        left = change(before)
         if left:
             graph.recompute_callbacks = left  # type: ignore[attr-defined]
-        elif hasattr(graph, "recompute_callbacks"):
-            del graph.recompute_callbacks
+        elif before:
+            del graph.recompute_callbacks  # type: ignore[attr-defined]
+        if bool(left) != bool(before):
+            _patch_checkpoint() if left else _restore_checkpoint()
+
+
+@contextmanager
+def _announced() -> Iterator[None]:
+    callbacks = getattr(graph, "recompute_callbacks", ())
+    for callback in callbacks:
+        callback(-1)
+    try:
+        yield
+    finally:
+        for callback in callbacks:
+            callback(None)
+
+
+# The reentrant checkpoint recomputes in the backward of `CheckpointFunction`. The other kind, on
+# which other libraries build, recomputes under saved-tensor hooks of this class.
+_Hooks: Any = checkpoint._recomputation_hook
+_torchs_backward = vars(checkpoint.CheckpointFunction)["backward"]
+
+
+def _patch_checkpoint() -> None:
+    _Hooks.__enter__, _Hooks.__exit__ = _enter_hooks, _exit_hooks
+    checkpoint.CheckpointFunction.backward = staticmethod(_backward)  # type: ignore[method-assign]
+
+
+def _restore_checkpoint() -> None:
+    if vars(_Hooks).get("__enter__") is _enter_hooks:
+        del _Hooks.__enter__, _Hooks.__exit__
+    if checkpoint.CheckpointFunction.backward is _backward:
+        checkpoint.CheckpointFunction.backward = _torchs_backward  # type: ignore[method-assign]
+
+
+def _enter_hooks(hooks: Any) -> Any:
+    result = super(_Hooks, hooks).__enter__()
+    hooks.announced = _announced()
+    hooks.announced.__enter__()
+    return result
+
+
+def _exit_hooks(hooks: Any, *error: Any) -> Any:
+    announced = hooks.__dict__.pop("announced", None)
+    if announced is not None:  # None: entered before the patch
+        announced.__exit__(None, None, None)
+    return super(_Hooks, hooks).__exit__(*error)
+
+
+def _backward(context: Any, *grads: Any) -> Any:
+    function = context.run_function
+
+    def run(*inputs: Any) -> Any:
+        with _announced():
+            return function(*inputs)
+
+    context.run_function = run
+    try:
+        return _torchs_backward.__func__(context, *grads)
+    finally:
+        context.run_function = function
 
 
 # Tensors that nodes save for backward.
@@ -315,7 +361,58 @@ def is_compiled_graph(module: nn.Module) -> bool:
     return type(getattr(module.graph, "_codegen", None)).__name__ == "_BoxedCodeGen"
 
 
-# The dispatcher, modes, and hooks for saved tensors.
+# Compiled code.
+
+
+_compiled_listeners: list[Callable[[], None]] = []
+_torchs_calls: dict[Any, Any] = {}
+
+
+def on_compiled_code(listener: Callable[[], None]) -> Callable[[], None]:
+    """Call `listener` before code of torch's inductor runs; the returned function ends this.
+
+    That code allocates and computes without operators that a mode sees. Other backends run
+    operators. The inductor is only patched once something was compiled, since its import is slow.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    with _lock:
+        _compiled_listeners.append(listener)
+        if len(_compiled_listeners) == 1:
+            callback_handler.register_end_callback(_patch_inductor)
+            _patch_inductor()
+
+    def end() -> None:
+        with _lock:
+            if listener in _compiled_listeners:
+                _compiled_listeners.remove(listener)
+            if not _compiled_listeners and _patch_inductor in callback_handler.end_callbacks:
+                callback_handler.remove_end_callback(_patch_inductor)
+                for kind, call in _torchs_calls.items():
+                    kind.__call__ = call
+                _torchs_calls.clear()
+
+    return end
+
+
+def _patch_inductor(*_: object) -> None:
+    loaded = sys.modules.get("torch._inductor.output_code")
+    for kind in (getattr(loaded, name, None) for name in ("CompiledFxGraph", "CompiledAOTI")):
+        if kind is not None and kind not in _torchs_calls:
+            _torchs_calls[kind] = kind.__call__
+            kind.__call__ = _told_before(kind.__call__)
+
+
+def _told_before(call: Any) -> Any:
+    def tell_and_call(graph: Any, inputs: Any) -> Any:
+        for listener in tuple(_compiled_listeners):
+            listener()
+        return call(graph, inputs)
+
+    return tell_and_call
+
+
+# The dispatcher and modes.
 
 
 without_torch_function: Callable[[], AbstractContextManager[Any]] = _C.DisableTorchFunctionSubclass
@@ -390,6 +487,11 @@ mode_depth: Callable[[], int] = _C._len_torch_dispatch_stack
 _mode_at: Callable[[int], Any] = _C._get_dispatch_stack_at
 
 
+def is_on(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode is on in this thread."""
+    return any(_mode_at(place) is mode for place in range(mode_depth()))
+
+
 def leave_mode(mode: TorchDispatchMode) -> None:
     """Leave a dispatch mode, if it is on; modes that were entered later stay on.
 
@@ -416,12 +518,6 @@ def _down_to(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
         if getattr(each, "_mode_key", None) is None:  # torch stores its own modes elsewhere
             found.append(each)
     return []
-
-
-def top_saved_hooks() -> tuple[Any, Any] | None:
-    """Return the innermost saved-tensor hooks of this thread, or None."""
-    hooks: tuple[Any, Any] | None = _C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks
 
 
 _plain_tensors = (torch.Tensor, torch.nn.Parameter)

@@ -1,18 +1,19 @@
-"""`ModTracker`, the public class: running modules, names, and subscriptions."""
+"""`ModTracker`, the public class: running modules, names, and hooks."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Literal
 
 from torch import nn
 
 from ._attribution import Attribution
-from ._backward import Backward
 from ._call_patch import CallPatch
 from ._errors import HookSlotError, OptionError, check_callable, check_int
-from ._listeners import Listener, Subscription, matches
+from ._events import Events, Listener
 from ._record import DEFAULT_LIMIT, ModuleCall, describe
 from ._torch_compat import NO_TASK, add_recompute_callback, graph_task
 
@@ -43,9 +44,10 @@ class ModTracker:
         >>> import torch
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        >>> with ModTracker() as tracker:
-        ...     with tracker.subscribe(pre_forward=lambda call, *_: print(call.name)):
-        ...         output = model(torch.ones(1, 2))
+        >>> tracker = ModTracker()
+        >>> tracker.register_user_hooks(pre_fw_hook=lambda module, args: print(tracker.current))
+        >>> with tracker:
+        ...     output = model(torch.ones(1, 2))
         Sequential
         Sequential.0
         Sequential.1
@@ -54,11 +56,11 @@ class ModTracker:
     def __init__(self, *roots: nn.Module, history: int = DEFAULT_LIMIT // 2) -> None:
         check_int("ModTracker", "history", history, 1)
         self._attribution = Attribution(limit=2 * history + 1)
-        self._backward = Backward(self._attribution)
-        self._call_patch = CallPatch(self._backward)
+        self._events = Events(self._attribution)
+        self._call_patch = CallPatch(self._events)
         self._lock = threading.Lock()
         self._entered = 0
-        self._user_hooks: dict[str, Subscription] = {}
+        self._user_hooks: dict[str, Callable[[], None]] = {}
         for root in roots:
             if not isinstance(root, nn.Module):
                 raise OptionError(
@@ -107,6 +109,9 @@ class ModTracker:
     ) -> None:
         """Register at most one hook of each kind; hooks that are left out stay registered.
 
+        In a hook, `stack`, `call` and `phase` are those of the module that it is called for. An
+        exception of a hook reaches the caller of the module or the backward.
+
         Args:
             pre_fw_hook: called with `(module, args)` before the forward.
             post_fw_hook: called with `(module, args, output)` after it; output None if it failed.
@@ -117,9 +122,7 @@ class ModTracker:
 
         Raises:
             HookSlotError: there is a hook of that kind already; no hook is registered then.
-
-        An exception of a hook reaches the caller of the module or the backward, as with torch's
-        tracker.
+            OptionError: a hook is not callable.
         """
         hooks = {
             "pre_fw_hook": pre_fw_hook,
@@ -129,6 +132,7 @@ class ModTracker:
         }
         given = [kind for kind, hook in hooks.items() if hook is not None]
         for kind in given:
+            check_callable("register_user_hooks", kind, hooks[kind], "a function")
             if kind in self._user_hooks:
                 raise HookSlotError(
                     f"mod_tracker.register_user_hooks: Only one {kind} can be registered at a "
@@ -142,12 +146,12 @@ class ModTracker:
                 pre_backward=pre_bw_hook,
                 post_backward=post_bw_hook,
             )
-            self._user_hooks |= dict.fromkeys(given, self._listen(listener))
+            self._user_hooks |= dict.fromkeys(given, self._events.add(listener))
 
     def clear_user_hooks(self) -> None:
         """Remove the hooks of `register_user_hooks`."""
-        for registered in set(self._user_hooks.values()):
-            registered.remove()
+        for remove in set(self._user_hooks.values()):
+            remove()
         self._user_hooks = {}
 
     # The running call.
@@ -194,7 +198,11 @@ class ModTracker:
 
         Args:
             patterns: shell patterns such as "layers.*" or "Encoder.layers.?".
+
+        Raises:
+            OptionError: a pattern is not a string.
         """
+        check_patterns("in_module", patterns)
         return any(matches(name, patterns) for name in self.stack)
 
     # Names.
@@ -208,80 +216,34 @@ class ModTracker:
         """The roots seen so far, by label."""
         return self._attribution.names.roots()
 
-    # Subscriptions.
+    @contextmanager
+    def _listening(self, listener: Listener) -> Iterator[None]:
+        """Register a listener of a report for a `with` block."""
+        remove = self._events.add(listener)
+        try:
+            yield
+        finally:
+            remove()
 
-    def subscribe(
-        self,
-        *,
-        pre_forward: Hook | None = None,
-        post_forward: Hook | None = None,
-        pre_backward: Hook | None = None,
-        post_backward: Hook | None = None,
-        switched: Hook | None = None,
-        include: str | tuple[str, ...] = (),
-        exclude: str | tuple[str, ...] = (),
-        max_depth: int | None = None,
-        types: type | tuple[type, ...] = (),
-    ) -> Subscription:
-        """Listen to module calls. Any number of subscriptions may exist.
 
-        An `Exception` of a callback does not reach the model: it is logged and stored in
-        `Subscription.error`, and the callback is not called again.
-
-        Args:
-            pre_forward: called with `(call, args, kwargs)`; `call` is a `ModuleCall`.
-            post_forward: called with `(call, args, kwargs, output)`; output None if it failed.
-            pre_backward: called with `(call, grads)`.
-            post_backward: called with `(call, grads)`.
-            switched: called with `(call, phase)` whenever another call runs, in forward and in
-                backward; `call` is None outside of all modules. The filters below do not apply to
-                it. In backward a change is seen at the nodes that made a module's input or output.
-            include: only modules whose name or state_dict prefix matches one of these patterns.
-            exclude: leave out modules that match one of these patterns.
-            max_depth: only modules with at most this many modules on the path, itself included.
-            types: only instances of these classes.
-
-        Raises:
-            OptionError: a callback is not callable, or a pattern, a class or `max_depth` is not
-                valid.
-        """
-        check_int("subscribe", "max_depth", max_depth, 1, or_none="any depth")
-        subscription, locate = Subscription(), self._attribution.locate
-
-        def notified(name: str, callback: Hook | None) -> Hook | None:
-            if callback is None:
-                return None
-            check_callable("subscribe", name, callback, "a function")
-            return subscription._guard(lambda _, *rest: callback(describe(locate()[0]), *rest))
-
-        def told(callback: Hook) -> Hook:
-            check_callable("subscribe", "switched", callback, "a function")
-            return subscription._guard(lambda call, phase: callback(describe(call), phase))
-
-        listener = Listener(
-            pre_forward=notified("pre_forward", pre_forward),
-            post_forward=notified("post_forward", post_forward),
-            pre_backward=notified("pre_backward", pre_backward),
-            post_backward=notified("post_backward", post_backward),
-            switched=None if switched is None else told(switched),
-            include=_tuple("include", include, str),
-            exclude=_tuple("exclude", exclude, str),
-            max_depth=max_depth,
-            types=_tuple("types", types, type),
+def check_patterns(function: str, patterns: tuple[str, ...]) -> None:
+    """Raise an `OptionError` unless all patterns are strings."""
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(
+            f"mod_tracker.{function}: patterns must be strings such as 'layers.*'; got "
+            f"{patterns!r}."
         )
-        return self._listen(listener, subscription)
 
-    def _listen(self, listener: Listener, subscription: Subscription | None = None) -> Subscription:
-        attribution, subscription = self._attribution, subscription or Subscription()
-        take_out = attribution.listeners.add(listener)
 
-        def remove() -> None:
-            take_out()
-            attribution.update_listeners()
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern matches a module's name or its state_dict prefix below the root.
 
-        subscription._remove = remove
-        attribution.update_listeners()
-        return subscription
+    Example:
+        >>> matches("Encoder.layers.0", ["layers.*"]), matches("Encoder", ["layers.*"])
+        (True, False)
+    """
+    key = name.partition(".")[2]
+    return any(fnmatchcase(name, pattern) or fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _without_keywords(hook: Hook | None) -> Hook | None:
@@ -291,11 +253,3 @@ def _without_keywords(hook: Hook | None) -> Hook | None:
         if hook is None
         else (lambda module, args, kwargs, *output: hook(module, args, *output))
     )
-
-
-def _tuple(name: str, value: Any, kind: type) -> tuple:
-    found = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    if not all(isinstance(each, kind) for each in found):
-        what = "patterns such as 'layers.*'" if kind is str else "classes such as nn.Linear"
-        raise OptionError(f"mod_tracker.subscribe: {name} must be {what}; got {value!r}.")
-    return found

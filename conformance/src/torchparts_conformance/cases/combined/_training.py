@@ -123,9 +123,11 @@ class Seen:
     def watching(self):
         """Record every module call of a step."""
         self.names.clear()
-        with self.tracker, self.tracker.subscribe(pre_forward=self._note):
+        self.tracker.register_user_hooks(pre_fw_hook=self._note)
+        with self.tracker:
             yield
+        self.tracker.clear_user_hooks()
 
-    def _note(self, call, *_) -> None:
-        name = call.name.partition(".")[2]
+    def _note(self, module, args) -> None:
+        name = self.tracker.get_known_fqn(module).partition(".")[2]
         self.names.setdefault(str(self.tracker.phase), []).append(name)

@@ -1,5 +1,5 @@
 """Reports per module: FLOPs, time, memory, and a trace.
 
-Each report subscribes to the tracker, or enters a dispatch mode, and adds amounts up by module and
+Each report listens to the tracker, or enters a dispatch mode, and adds amounts up by module and
 phase. The tracker's files do not import the reports.
 """

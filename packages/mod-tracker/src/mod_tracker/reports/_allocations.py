@@ -1,4 +1,4 @@
-"""Allocated bytes by module and device, and live bytes, through a dispatch mode.
+"""Allocated bytes by module, device and cause, and live bytes, through a dispatch mode.
 
 Note [Storages]
 A tensor's bytes are those of its storage, which views share. A storage is counted
@@ -14,6 +14,12 @@ Note [What was alive at the peak]
 Only the end of the measurement shows which moment was the peak of a device. So each storage has the
 number of its allocation, and a freed storage is recorded if it was alive at the highest peak so
 far. A higher peak clears those records.
+
+Note [Logits and loss]
+The last layer with a weight matrix computes the logits. Its allocations, and all later ones, are
+"logits and loss" until the backward reaches another module with parameters. Only the end of the
+forward shows which layer is the last one. So allocations are numbered, and the ranges of numbers
+that are "logits and loss" are recorded.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ import os
 import sys
 import threading
 import weakref
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -36,11 +43,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .._attribution import BACKWARD, Attribution
+from .._attribution import BACKWARD, FORWARD, RECOMPUTE, Attribution
+from .._edges import PLAIN as PLAIN_VALUES
 from .._edges import tensors_in
 from .._errors import OptionError
 from .._names import walk
-from .._record import Call
+from .._record import Call, Path, root_of
 from .._torch_compat import (
     buffers_of,
     current_node,
@@ -50,9 +58,13 @@ from .._torch_compat import (
     views_are_noted,
     without_torch_function,
 )
-from ._causes import ACTIVATIONS, GRADIENTS, LOGITS, OPTIMIZER, PARAMETERS, LogitsAndLoss
 from ._mode import MeasuringMode, has_own_way, measuring, writes_results
-from ._phase_totals import PhaseTotals
+from ._rows import PhaseTotals
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+ACTIVATIONS, LOGITS = "activations", "logits and loss"
+CAUSES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS)
+"""The five causes of memory."""
 
 Stored = tuple[torch.Tensor, torch.UntypedStorage]
 """A tensor and its storage."""
@@ -124,6 +136,52 @@ class DeviceMemory:
                 self.peaks[path.name] = self.live
 
 
+class LogitsAndLoss:
+    """Ranges of allocations that are logits or loss. See Note [Logits and loss]."""
+
+    def __init__(self) -> None:
+        self._weights: dict[Path, int] = {}
+        self._spans: list[tuple[int, int]] = []
+        self._call: Call | None = None
+        self._root: Call | None = None
+        self._start = -1
+
+    def allocates(self, number: int, call: Call, phase: str) -> None:
+        """Handle allocation number `number`, made by `call`."""
+        if call is self._call or call[2] is None:
+            return
+        dimensions = self._weights.get(call[0])
+        if dimensions is None:
+            dimensions = self._weights[call[0]] = _most_dimensions(call[0])
+        if not dimensions:
+            return
+        if phase in (BACKWARD, RECOMPUTE):
+            self._close(number)
+        elif phase == FORWARD and dimensions > 1:
+            root = root_of(call)
+            if root is not self._root:
+                self._close(number)
+            self._call, self._root, self._start = call, root, number
+
+    def _close(self, number: int) -> None:
+        if self._start >= 0:
+            self._spans.append((self._start, number))
+        self._call, self._root, self._start = None, None, -1
+
+    def has(self, number: int) -> bool:
+        if 0 <= self._start <= number:
+            return True
+        at = bisect_right(self._spans, (number, number)) - 1
+        spans = self._spans[max(at, 0) : at + 2]
+        return any(start <= number < end for start, end in spans)
+
+
+def _most_dimensions(path: Path) -> int:
+    module = path.module()
+    held: Iterable = () if module is None else parameters_of(module).values()
+    return max((each.dim() for each in held if each is not None), default=0)
+
+
 class AllocationMode(MeasuringMode):
     """Tracks the storages that operators allocate.
 
@@ -170,7 +228,6 @@ class AllocationMode(MeasuringMode):
         if types and self.is_tried_out(types):
             return func(*args, **kwargs)
         phase = self.attribution.attribute_op()[1]
-        self.look_for_compiled(func, phase)
         if phase is BACKWARD:
             self.went_back = True
             if self._began is not None:
@@ -211,11 +268,10 @@ class AllocationMode(MeasuringMode):
     def _add(self, made: Iterable[Stored], func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note the storages of an operator's results, and those that it used first."""
         call, phase = self.attribution.locate()
-        given = storages_of(tensors_in((args, kwargs)))
         fresh = func in _PASSES_ON
         touched: set[DeviceMemory] = set()
-        for tensor, storage in given:
-            if id(storage) in self.known:
+        for tensor, storage in self._unknown_in((*args, *kwargs.values()) if kwargs else args):
+            if id(storage) in self.known:  # another view of it came before
                 continue
             if fresh or (phase is not BACKWARD and not storage.resizable()):
                 touched.add(self._count(tensor, storage, call, phase))
@@ -226,6 +282,24 @@ class AllocationMode(MeasuringMode):
                 touched.add(self._count(tensor, storage, call, phase))
         for memory in touched:
             self._tell(memory, call, phase)
+
+    def _unknown_in(self, values: tuple) -> list[Stored]:
+        """Return the tensors with storages that were not seen before."""
+        found = []
+        others = []
+        for value in values:
+            kind = type(value)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                if value.layout is torch.strided:
+                    storage = value.untyped_storage()
+                    if id(storage) not in self.known:
+                        found.append((value, storage))
+            elif kind not in PLAIN_VALUES:
+                others.append(value)
+        if others:
+            known = self.known
+            found += [each for each in storages_of(tensors_in(others)) if id(each[1]) not in known]
+        return found
 
     def _count(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, call: Call, phase: str
@@ -454,19 +528,32 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> list[Stored]:
     """Return the tensors with their storages.
 
     A tensor that consists of other tensors has their storages. A `DTensor` has the storage of this
-    rank's part; a quantized tensor has those of its integers and scales. Sparse tensors, and those
-    with unknown parts, are left out.
+    rank's part; a quantized tensor has those of its integers and scales; a sparse tensor has those
+    of its indices and values. Tensors with unknown parts are left out.
     """
     found: list[Stored] = []
     for tensor in tensors:
         # Any tensor that Python holds may be passed, also one in an invalid state.
         with suppress(Exception):
-            if type(tensor) in _PLAIN_TENSORS:
+            if tensor.layout is not torch.strided:
+                found += [(part, part.untyped_storage()) for part in _sparse_parts(tensor)]
+            elif type(tensor) in _PLAIN_TENSORS:
                 found.append((tensor, tensor.untyped_storage()))
             else:
                 with without_torch_function():
                     found += _stored_in(tensor)
     return found
+
+
+def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors in a sparse tensor; () for other layouts."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 def _stored_in(tensor: torch.Tensor) -> list[Stored]:

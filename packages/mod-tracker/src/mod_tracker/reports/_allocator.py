@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from .._numbers import bytes_shown
 from ._holders import Held
+from ._rows import bytes_shown
 
 SHOWN = 8
 """Segments that a page shows."""

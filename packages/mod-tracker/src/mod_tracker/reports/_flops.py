@@ -22,19 +22,12 @@ from .._torch_compat import (
     views_are_noted,
 )
 from .._tracker import ModTracker
-from ._compiled import (
-    compiled_modules,
-    compiled_note,
-    compiled_paths,
-    functions_note,
-    ran_compiled,
-)
 from ._formulas import FLEX, OWN, Amount, Count, Formula, of_shapes, of_torch
 from ._free_operators import is_free
 from ._mode import MeasuringMode, has_own_way, is_sharded, measuring
 from ._peaks import peak_of
-from ._phase_totals import PhaseTotals
-from ._report import PhaseRow, Report, phase_rows, reporting
+from ._report import Report, compiled_paths, notes_on_compiled, ran_compiled, reporting
+from ._rows import PhaseRow, PhaseTotals, phase_rows
 
 SHOWN = 8
 """Operators that a note shows."""
@@ -136,6 +129,21 @@ Rule = Count | str
 """How an operator is counted: a formula, or one of the names above."""
 
 
+class Operator:
+    """How an operator is counted, and how often.
+
+    Attributes:
+        uncounted: number of calls without a formula.
+        unknown: those of them that may have multiplied.
+    """
+
+    __slots__ = ("rule", "uncounted", "unknown")
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.uncounted = self.unknown = 0
+
+
 class Counts:
     """FLOPs by path, phase and operator."""
 
@@ -143,8 +151,6 @@ class Counts:
         self.amounts: defaultdict[tuple[Path, str, Any], list[int]] = defaultdict(
             lambda: [0] * len(Amount._fields)
         )
-        self.uncounted: Counter[Any] = Counter()
-        self.unknown: Counter[Any] = Counter()
 
     def add(self, place: tuple[Path, str, Any], amounts: Any) -> None:
         """Add the numbers of an `Amount`."""
@@ -162,6 +168,7 @@ class FlopMode(MeasuringMode):
     """Counts every operator.
 
     Attributes:
+        operators: all operators so far.
         errors: the last exception of a formula, by operator. Calls of the operator are then
             uncounted; the model continues.
     """
@@ -171,15 +178,17 @@ class FlopMode(MeasuringMode):
         self.counts = Counts()
         self.errors: dict[Any, Exception] = {}
         self._formulas = formulas
-        self._rules: dict[Any, Rule] = {}
+        self.operators: dict[Any, Operator] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        rule = self._rules.get(func)
-        if rule is None:
-            rule = self._rules[func] = self._rule_of(func)
+        # One lookup: the hash of an operator is computed in Python.
+        known = self.operators.get(func)
+        if known is None:
+            known = self.operators[func] = Operator(self._rule_of(func))
+        rule = known.rule
         # A subclass with a formula is counted as a whole; without one, its inner operators are
         # counted. A rank of a sharded tensor computes a part of the whole.
         if types and has_own_way(types) and (isinstance(rule, str) or _not_whole(types, args)):
@@ -187,18 +196,17 @@ class FlopMode(MeasuringMode):
         if types and self.is_tried_out(types):
             return func(*args, **kwargs)
         call, phase = self.attribution.attribute_op()
-        self.look_for_compiled(func, phase)
         if rule is FREE:
-            self.counts.uncounted[func] += 1
+            known.uncounted += 1
             return func(*args, **kwargs)
         if isinstance(rule, str) or _is_ragged(args):
-            return self._without_formula(rule, func, types, args, kwargs)
+            return self._without_formula(known, func, args, kwargs)
         output = func(*args, **kwargs)
         try:
             amount = rule(func, args, kwargs, output)
         except Exception as error:
             self.errors[func] = error
-            self.counts.uncounted[func] += 1
+            known.uncounted += 1
         else:
             self.counts.add((call[0], phase, func), amount)
         return output
@@ -215,22 +223,22 @@ class FlopMode(MeasuringMode):
         return FREE if is_free(func) else UNKNOWN
 
     def _without_formula(
-        self, rule: Rule, func: Any, types: Any, args: tuple, kwargs: dict[str, Any]
+        self, known: Operator, func: Any, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        if rule is COMPOSITE and not _is_ragged(args):
+        if known.rule is COMPOSITE and not _is_ragged(args):
             with self, views_are_noted(func):
                 return run_parts(func, args, kwargs)
-        self.counts.uncounted[func] += 1
-        if rule is INSIDE:
+        known.uncounted += 1
+        if known.rule is INSIDE:
             if func is torch.ops.higher_order.cond and makes_stand_ins():
-                self.counts.unknown[func] += 1  # without data both branches run
+                known.unknown += 1  # without data both branches run
             return self.call_inside(func, args, kwargs)
         # If the kernel calls operators with products, they are counted. Otherwise it may multiply.
         products = sum(map(len, self.counts.amounts.values())), self.counts.total
         ran = run_inside(self, func, args, kwargs)
         output = func(*args, **kwargs) if ran is None else ran[0]
         if products == (sum(map(len, self.counts.amounts.values())), self.counts.total):
-            self.counts.unknown[func] += 1
+            known.unknown += 1
         return output
 
 
@@ -328,11 +336,14 @@ def _fill(report: FlopReport, mode: FlopMode, attribution: Attribution) -> None:
     for path in compiled_paths(attribution):  # a row without FLOPs
         totals.add(path.stack, FORWARD, 0)
     report.by_operator = dict(by_operator)
-    report.uncounted = {str(func): times for func, times in counts.uncounted.most_common()}
-    report.unknown = {str(func): times for func, times in counts.unknown.most_common()}
-    report.compiled = (*compiled_modules(attribution), *mode.compiled_in)
-    report.notes = compiled_note(attribution, "FLOPs in compiled code are not counted")
-    report.notes += functions_note(mode.compiled_in, "FLOPs of fused products are not counted")
+    operators = mode.operators.items()
+    uncounted = Counter({str(func): each.uncounted for func, each in operators if each.uncounted})
+    unknown = Counter({str(func): each.unknown for func, each in operators if each.unknown})
+    report.uncounted, report.unknown = dict(uncounted.most_common()), dict(unknown.most_common())
+    compiled = dict.fromkeys(path.name for path in compiled_paths(attribution))
+    report.compiled = (*compiled, *mode.compiled_in)
+    missing = "FLOPs in compiled code are not counted"
+    report.notes = notes_on_compiled(attribution, missing, mode.compiled_in)
     report.notes += _unknown_note(report.unknown)
     if +assumed:
         names = ", ".join(f"{name} ({times})" for name, times in (+assumed).items())
@@ -341,7 +352,7 @@ def _fill(report: FlopReport, mode: FlopMode, attribution: Attribution) -> None:
         f"the formula of {func} raised {type(error).__name__}: {error}; calls of it are uncounted"
         for func, error in mode.errors.items()
     )
-    anything = bool(counts.amounts or counts.uncounted)
+    anything = bool(counts.amounts or uncounted)
     report._fill(
         phase_rows(totals, attribution), totals.total, {"total": totals.stacks}, ran=anything
     )

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from .._errors import check_callable, check_int
-from .._numbers import bytes_shown
 from ._allocations import Place
+from ._rows import bytes_shown
 from ._watch import watch_memory
 
 

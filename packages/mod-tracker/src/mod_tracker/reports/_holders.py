@@ -8,9 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ._allocations import AllocationMode, device_of, registered, storages_of
-from ._causes import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
-from ._phase_totals import stack_of
+from ._allocations import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    AllocationMode,
+    device_of,
+    registered,
+    storages_of,
+)
+from ._rows import stack_of
 from ._saved import in_python, kept_by, node_of
 
 KINDS = (

@@ -15,6 +15,10 @@ from .._errors import OptionError
 from .._torch_compat import SHOWS_SAVED
 from .._tracker import ModTracker
 from ._allocations import (
+    CAUSES,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
     AllocationMode,
     DeviceMemory,
     check_optimizer,
@@ -23,12 +27,15 @@ from ._allocations import (
     registered,
     storages_of,
 )
-from ._causes import CAUSES, GRADIENTS, OPTIMIZER, PARAMETERS
-from ._compiled import UNSEEN_BYTES, compiled_note, functions_note
 from ._flame_page import Amounts, Stack
-from ._mode import OUTSIDE_NAME
-from ._phase_totals import PhaseTotals, by_module, stack_of
-from ._report import Report, calls_of, reporting
+from ._report import UNSEEN_BYTES, Report, notes_on_compiled, reporting
+from ._rows import (
+    OUTSIDE_NAME,
+    PhaseTotals,
+    by_module,
+    calls_of,
+    stack_of,
+)
 from ._saved import SavedBytes
 
 
@@ -198,7 +205,7 @@ def profile_memory(
     """Measure each module's memory in forward, recompute and backward, on each device.
 
     Under `FakeTensorMode`, entered first, nothing is allocated, so models of any size can be
-    measured. Sparse tensors are not counted. On torch 2.9, which does not show what graphs save,
+    measured. On torch 2.9, which does not show what graphs save,
     `saved` is missing.
 
     Args:
@@ -244,9 +251,7 @@ def profile_memory(
     causes = _causes(mode, models, optimizers)
     state = attribution.state()
     calls = calls_of(attribution, [] if state is None else [state])
-    notes = compiled_note(attribution, UNSEEN_BYTES) + functions_note(
-        mode.compiled_in, UNSEEN_BYTES
-    )
+    notes = notes_on_compiled(attribution, UNSEEN_BYTES, mode.compiled_in)
     if not SHOWS_SAVED:
         notes += ("saved is missing: torch 2.9 does not show what a graph saves",)
     by_device: dict[str, MemoryReport] = {}

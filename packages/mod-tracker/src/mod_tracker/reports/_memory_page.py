@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from .._errors import OptionError
-from .._numbers import bytes_shown
-from ._allocations import Place, shape_of
+from ._allocations import CAUSES, Place, shape_of
 from ._allocator import Allocator
-from ._causes import CAUSES
 from ._holders import KINDS, Held
+from ._rows import bytes_shown
 
 SHOWN = 8
 """Rows of each section."""

@@ -18,39 +18,34 @@ Note [What a mode must not change]
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from pathlib import Path as FilePath
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._attribution import BACKWARD, KEPT_TASKS, Attribution
-from .._record import Call
+from .._attribution import Attribution
 from .._torch_compat import (
-    current_node,
-    graph_task,
     has_own_operators,
     in_fresh_thread,
+    is_on,
     is_stand_in,
     leave_mode,
     makes_stand_ins,
+    on_compiled_code,
 )
-from ._compiled import ran_compiled
-from ._graph import nodes_below
-
-_TORCH = f"{FilePath(torch.__file__).parent}{os.sep}"
-
-OUTSIDE_NAME = "(outside)"
+from ._report import ran_compiled
+from ._rows import OUTSIDE_NAME
 
 
 class MeasuringMode(TorchDispatchMode):
     """A mode that observes operators. See Note [What a mode must not change].
+
+    Attributes:
+        compiled_in: names of modules that called compiled functions, in order. Compiled modules
+            are not among them.
 
     A subclass must define `__torch_dispatch__` itself: torch wraps it in the class that defines
     it, and torch.compile skips only wrapped ones.
@@ -64,7 +59,6 @@ class MeasuringMode(TorchDispatchMode):
         self._passing_on = False
         self._tried_out = 0
         self.compiled_in: dict[str, None] = {}
-        self._seen_tasks: dict[int, None] = {}
         _load_compiler()
 
     @classmethod
@@ -86,25 +80,12 @@ class MeasuringMode(TorchDispatchMode):
             self._tried_out -= 1
             self._passing_on = False
 
-    def look_for_compiled(self, func: Any, phase: str) -> None:
-        """Note the module in which a compiled function ran, if an operator shows one.
-
-        Compiled code calls few operators, and those write to given results. In a backward, a node
-        stands for it. Compiled modules are reported by themselves.
-        """
-        if phase is BACKWARD and (task := graph_task()) not in self._seen_tasks:
-            while len(self._seen_tasks) >= KEPT_TASKS:
-                self._seen_tasks.pop(next(iter(self._seen_tasks)))
-            self._seen_tasks[task] = None
-            for node in nodes_below([current_node()], set(), 0):
-                if type(node).__name__ == "CompiledFunctionBackward":
-                    self._ran_compiled(self.attribution.creator_of(node))
-        elif writes_results(func) and _is_compilers(sys._getframe(2)):
-            self._ran_compiled(self.attribution.locate()[0])
-
-    def _ran_compiled(self, call: Call) -> None:
-        if not any(map(ran_compiled, call[0].chain())):
-            self.compiled_in[call[0].name or OUTSIDE_NAME] = None
+    def compiled_code_runs(self) -> None:
+        """Note the module that calls a compiled function."""
+        if is_on(self):
+            path = self.attribution.locate()[0][0]
+            if not any(map(ran_compiled, path.chain())):
+                self.compiled_in[path.name or OUTSIDE_NAME] = None
 
     def is_tried_out(self, types: Any) -> bool:
         """Whether an operator runs only to compute the shape of its result, inside a `DTensor`."""
@@ -132,13 +113,6 @@ def writes_results(operator: Any) -> bool:
     return schema is not None and any(argument.is_out for argument in schema.arguments)
 
 
-def _is_compilers(frame: FrameType | None) -> bool:
-    """Whether the innermost frame outside of torch is code that torch.compile wrote."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    return frame is not None and "async_compile" in frame.f_globals
-
-
 @cache
 def _load_compiler() -> None:
     """Import torch's compiler in a thread whose frames hold no tensors."""
@@ -158,8 +132,10 @@ def is_sharded(kind: type) -> bool:
 @contextmanager
 def measuring(mode: MeasuringMode) -> Iterator[None]:
     """Enter a mode; others may be entered and left in any order."""
+    end_noting = on_compiled_code(mode.compiled_code_runs)
     try:
         mode.__enter__()
         yield
     finally:
         leave_mode(mode)
+        end_noting()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import wraps
 from os import PathLike
@@ -18,45 +16,13 @@ from typing import Any, ClassVar, Generic, NoReturn, ParamSpec, TypeVar
 
 from .._attribution import Attribution
 from .._errors import OptionError, StateError, UnknownNameError, check_int
-from .._listeners import matches
-from .._numbers import with_unit
-from .._record import ThreadState
+from .._record import Path
+from .._torch_compat import is_compiled
+from .._tracker import check_patterns, matches
 from ._flame_page import Amounts, Stack, flame_page
-from ._mode import OUTSIDE_NAME
-from ._phase_totals import PHASES, PhaseTotals, by_module, stack_of
+from ._rows import PHASES, stack_of, values_of, with_unit
 
 CALLS = "calls"
-
-
-@dataclass(frozen=True)
-class PhaseRow:
-    """Amounts of one module by phase, in the `unit` of the report.
-
-    Args:
-        name: of the module, as in `ModuleCall`.
-        calls: number of calls in forward; a recomputation is no call.
-        self_forward: without the modules inside it; likewise `self_recompute`, `self_backward`.
-        forward: with the modules inside it; likewise `recompute` and `backward`.
-    """
-
-    name: str
-    calls: int = 0
-    self_forward: int = 0
-    self_recompute: int = 0
-    self_backward: int = 0
-    forward: int = 0
-    recompute: int = 0
-    backward: int = 0
-
-    @property
-    def self_total(self) -> int:
-        """Amount of the module itself in all phases."""
-        return self.self_forward + self.self_recompute + self.self_backward
-
-    @property
-    def total(self) -> int:
-        """Amount of the module and those inside it in all phases."""
-        return self.forward + self.recompute + self.backward
 
 
 R = TypeVar("R")
@@ -104,34 +70,54 @@ def reporting(function: Callable[P, Iterator[R]]) -> Callable[P, AbstractContext
     return report
 
 
-def values_of(row: Any) -> dict[str, int]:
-    """Return a row's numbers by column name."""
-    return {item.name: getattr(row, item.name) for item in fields(row) if item.name != "name"}
+SHOWN = 3
+"""Names that a note shows."""
+
+UNSEEN_BYTES = "bytes that compiled code allocates are missing"
+
+WHOLE = "its time includes that of its children"
 
 
-def calls_of(attribution: Attribution, states: Iterable[ThreadState]) -> Counter[str]:
-    """Return the number of calls of each module that ran in some threads, by name."""
-    calls = Counter(attribution.gone_calls)
-    for state in list(states):
-        for path in state.walk():
-            if path.name:
-                calls[path.name] += path.calls
-    return calls
+def ran_compiled(path: Path) -> bool:
+    """Whether calls on this path run compiled code."""
+    called = None if path.guard is None else path.guard()
+    return called is not None and is_compiled(called)
 
 
-def phase_rows(totals: PhaseTotals, attribution: Attribution) -> dict[str, PhaseRow]:
-    """Turn totals into rows by name; the outside has the name ""."""
-    own, everything = by_module(totals.stacks)
-    calls = calls_of(attribution, attribution.states)
-    return {
-        name: PhaseRow(
-            name or OUTSIDE_NAME,
-            calls=calls.get(name, 0),
-            **{f"self_{phase}": own[name][phase] for phase in PHASES},
-            **everything[name],
-        )
-        for name in everything
-    }
+def compiled_paths(attribution: Attribution) -> list[Path]:
+    """Return the paths of modules that ran compiled, in the order of their calls."""
+    paths = (path for state in list(attribution.states) for path in state.walk())
+    return [path for path in paths if path.name and ran_compiled(path)]
+
+
+def notes_on_compiled(
+    attribution: Attribution, missing: str, functions: Iterable[str] = ()
+) -> tuple[str, ...]:
+    """Return notes that name compiled modules, and modules that called compiled functions.
+
+    A compiled module is one row, without its children.
+    """
+    modules = dict.fromkeys(path.name for path in compiled_paths(attribution))
+    notes = []
+    if modules:
+        shown = _shown(modules)
+        notes.append(f"compiled, so each is one row without its children: {shown}; {missing}")
+    if functions:
+        notes.append(f"compiled functions ran in {_shown(functions)}; {missing}")
+    return tuple(notes)
+
+
+def _shown(names: Iterable[str]) -> str:
+    found = list(names)
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return f"{', '.join(found[:SHOWN])}{more}"
+
+
+def nothing_called_note(rows: Mapping[str, object]) -> tuple[str, ...]:
+    """Return a note if no module was called."""
+    if any(rows):
+        return ()
+    return ("no module was called in the `with` block: all of it is outside",)
 
 
 class Report(Generic[R]):
@@ -248,10 +234,7 @@ class Report(Generic[R]):
         rows = self._complete()
         if not patterns:
             return sum(getattr(row, column) for row in rows.values())
-        if not all(isinstance(pattern, str) for pattern in patterns):
-            raise OptionError(
-                f"mod_tracker.sum: patterns must be strings such as 'layers.*'; got {patterns!r}."
-            )
+        check_patterns("sum", patterns)
         chosen = {name for name in rows if name and matches(name, patterns)}
         return sum(
             getattr(rows[name], column)

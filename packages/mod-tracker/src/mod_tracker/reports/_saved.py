@@ -32,8 +32,7 @@ from .._torch_compat import (
     value_in,
 )
 from ._allocations import device_of, storages_of
-from ._graph import nodes_below
-from ._phase_totals import PhaseTotals
+from ._rows import PhaseTotals
 
 _NOT_ENTERED = (
     *(nn.Module, type, FrameType, ModuleType, GeneratorType, MethodType),
@@ -79,6 +78,29 @@ def kept_by(
                     yield Kept(node, found, is_saved=False)
                 else:
                     waiting += value_in(found, of_checkpoint=True)
+
+
+def nodes_below(roots: Iterable[Any], read: set[int], first: int) -> list[Any]:
+    """Return the nodes of graphs in order of creation, without those of leaves.
+
+    Args:
+        roots: autograd nodes; None is ignored.
+        read: numbers of nodes to leave out; gets the numbers of the nodes found.
+        first: nodes with smaller numbers are left out.
+    """
+    found: dict[Any, int] = {}
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in found:
+            continue
+        number = number_of(node)
+        if number >= UNNUMBERED or number < first or number in read:
+            continue
+        found[node] = number
+        waiting += [reached for reached, _ in node.next_functions]
+    read.update(found.values())
+    return sorted(found, key=found.__getitem__)
 
 
 def _owner_of(hook: Any) -> tuple[Any, ...]:

@@ -13,15 +13,13 @@ from torch import nn
 
 from .._attribution import NOWHERE, OUTSIDE, Attribution
 from .._errors import OptionError
-from .._listeners import Listener
+from .._events import Listener
 from .._names import walk
-from .._numbers import time_shown
 from .._record import Call
 from .._torch_compat import buffers_of, parameters_of
 from .._tracker import ModTracker
-from ._compiled import WHOLE, compiled_note, nothing_called_note
-from ._phase_totals import PhaseTotals
-from ._report import PhaseRow, Report, phase_rows, reporting
+from ._report import WHOLE, Report, notes_on_compiled, nothing_called_note, reporting
+from ._rows import PhaseRow, PhaseTotals, phase_rows, time_shown
 
 Reading = tuple[Any, Call, str]
 """Clock, and the call and phase from then on."""
@@ -112,7 +110,7 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
         device = None if clock == "cpu" else _device_of(clock, roots)
         read = time.perf_counter_ns if device is None else _events_on(device)
         line = Timeline(tracker._attribution, read)
-        with tracker._listen(Listener(switched=line.switch)):
+        with tracker._listening(Listener(switched=line.switch)):
             line.switch(NOWHERE, OUTSIDE)
             yield report
             line.switch(NOWHERE, OUTSIDE)
@@ -123,7 +121,7 @@ def profile_time(*roots: nn.Module, clock: str = "cpu") -> Iterator[TimeReport]:
         readings = [reading for reading in line.readings if reading[0] is not None]
         totals = totals_of(readings, _nanoseconds_between)
     rows = phase_rows(totals, tracker._attribution)
-    report.notes = compiled_note(tracker._attribution, WHOLE) + nothing_called_note(rows)
+    report.notes = notes_on_compiled(tracker._attribution, WHOLE) + nothing_called_note(rows)
     report._fill(rows, totals.total, {"total": totals.stacks})
 
 

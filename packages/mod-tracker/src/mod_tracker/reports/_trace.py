@@ -20,12 +20,12 @@ from torch import nn
 
 from .._attribution import NOWHERE, OUTSIDE
 from .._errors import OptionError
-from .._listeners import Listener
+from .._events import Listener
 from .._record import Call, root_of
 from .._tracker import ModTracker
 from ._allocations import AllocationMode, DeviceMemory, measuring_storages
-from ._compiled import WHOLE, compiled_note, nothing_called_note
-from ._report import phase_rows, reporting
+from ._report import UNSEEN_BYTES, WHOLE, notes_on_compiled, nothing_called_note, reporting
+from ._rows import phase_rows
 from ._time import Timeline, TimeReport, totals_of
 
 Event = dict[str, Any]
@@ -194,12 +194,9 @@ def trace(
             live.append((time.perf_counter_ns(), memory.device, memory.live))
 
         listener = line.switch if emitted is None else switch
-        follow = (
-            measuring_storages(AllocationMode(attribution, changed=count))
-            if memory
-            else nullcontext()
-        )
-        with tracker._listen(Listener(switched=listener)), follow:
+        mode = AllocationMode(attribution, changed=count) if memory else None
+        follow = nullcontext() if mode is None else measuring_storages(mode)
+        with tracker._listening(Listener(switched=listener)), follow:
             switch(NOWHERE, OUTSIDE)
             try:
                 yield report
@@ -207,7 +204,9 @@ def trace(
                 switch(NOWHERE, OUTSIDE)
     totals = totals_of(line.readings, lambda begin, end: end - begin)
     report._events, report._make = None, partial(events_of, line.readings, live)
-    missing = f"{WHOLE}, bytes that compiled code allocates are missing" if memory else WHOLE
-    rows = phase_rows(totals, tracker._attribution)
-    report.notes = compiled_note(attribution, missing) + nothing_called_note(rows)
+    rows = phase_rows(totals, attribution)
+    missing, functions = (
+        (WHOLE, ()) if mode is None else (f"{WHOLE}, {UNSEEN_BYTES}", mode.compiled_in)
+    )
+    report.notes = notes_on_compiled(attribution, missing, functions) + nothing_called_note(rows)
     report._fill(rows, totals.total, {"total": totals.stacks})

@@ -15,8 +15,8 @@ from torch import is_grad_enabled, nn
 from .._attribution import Attribution
 from .._edges import tensors_in
 from .._errors import OptionError, check_int
-from .._listeners import Listener, Subscription
-from .._numbers import bytes_shown
+from .._events import Listener
+from .._record import root_of
 from .._torch_compat import NO_TASK, graph_task, on_out_of_memory
 from .._tracker import ModTracker
 from ._allocations import (
@@ -28,10 +28,10 @@ from ._allocations import (
     storages_of,
 )
 from ._allocator import allocators
-from ._compiled import UNSEEN_BYTES, compiled_note, functions_note
 from ._holders import what_is_held
 from ._memory_page import MemoryPage, tensor_shown
-from ._report import reporting
+from ._report import UNSEEN_BYTES, notes_on_compiled, reporting
+from ._rows import bytes_shown
 
 _log = logging.getLogger("mod_tracker")
 
@@ -76,7 +76,14 @@ class MemoryWatch:
         Args:
             reason: first line of the page.
             device: device that the page is about; see `MemoryPage.device`.
+
+        Raises:
+            OptionError: nothing is on that device.
         """
+        page = self._page(reason)
+        return page.on(device) if device else page
+
+    def _page(self, reason: str, device: str = "") -> MemoryPage:
         held = what_is_held(self._mode, self._tracker.roots, self._optimizer, self._given)
         call, phase = self._attribution.locate()
         return MemoryPage(
@@ -85,8 +92,7 @@ class MemoryWatch:
             self._grown,
             self._steps,
             self._inputs,
-            compiled_note(self._attribution, UNSEEN_BYTES)
-            + functions_note(self._mode.compiled_in, UNSEEN_BYTES),
+            notes_on_compiled(self._attribution, UNSEEN_BYTES, self._mode.compiled_in),
             running=f"{phase} of {call[0].name}" if call[0].name else "",
             allocators=allocators(held),
             device=device if any(each.device == device for each in held) else "",
@@ -94,7 +100,9 @@ class MemoryWatch:
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a step at a call of a root module, after a backward or without gradients."""
-        if graph_task() != NO_TASK or threading.get_ident() != self._thread:
+        call = self._attribution.locate()[0]
+        is_root = call is root_of(call)
+        if not is_root or graph_task() != NO_TASK or threading.get_ident() != self._thread:
             return
         if self._steps == 0 or self._mode.went_back or not is_grad_enabled():
             self._mode.went_back = False
@@ -133,7 +141,7 @@ class MemoryWatch:
 
     def write(self, reason: str, device: str = "") -> MemoryPage:
         """Log a page and add it to `pages`."""
-        page = self.page(reason, device=device)
+        page = self._page(reason, device)
         self.pages.append(page)
         _log.warning("%s", page)
         return page
@@ -180,12 +188,10 @@ def watch_memory(
     limit = _checked(limit_bytes)
     with ModTracker(*roots) as tracker:
         watch = MemoryWatch(tracker, optimizer, limit)
-        guard = Subscription()
-        outermost = Listener(pre_forward=guard._guard(watch._called), max_depth=1)
         end_observing = on_out_of_memory(watch._ran_out_on)
         try:
             with (
-                tracker._listen(outermost, guard),
+                tracker._listening(Listener(pre_forward=watch._called)),
                 watch._mode.following_optimizers(),
                 measuring_storages(watch._mode),
             ):

@@ -1,20 +1,12 @@
-"""Subscriptions, whose errors do not reach the model, and the four drop-in hooks."""
+"""The four hooks of `register_user_hooks`."""
 
 from __future__ import annotations
-
-import gc
-import io
-import logging
-import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from mod_tracker import HookSlotError, ModTracker
-
-EVENTS = ("pre_forward", "post_forward", "pre_backward", "post_backward")
-
 
 HOOKS = ("pre_fw_hook", "post_fw_hook", "pre_bw_hook", "post_bw_hook")
 
@@ -37,44 +29,40 @@ def step(model, x):
 
 
 def cases():
-    """Every event in each of its phases."""
-    for event, hook in zip(EVENTS, HOOKS, strict=True):
-        for phase in ("backward",) if "backward" in event else ("forward", "recompute"):
-            yield event, hook, phase
+    """Every hook in each of its phases."""
+    for hook in HOOKS:
+        for phase in ("backward",) if "bw" in hook else ("forward", "recompute"):
+            yield hook, phase
 
 
-@pytest.mark.parametrize(("event", "hook", "phase"), list(cases()))
-def test_failing_listener_is_removed_and_the_model_continues(event, hook, phase, checkpointed, x):
-    """Same gradient, no exception, the error is stored, and the tracker's state is clean."""
+def heard_by(tracker, function):
+    """Return name and phase of each operator's module during a function."""
+    heard = []
+
+    def note(module, *_):
+        heard.append((tracker.current, tracker.phase))
+
+    tracker.clear_user_hooks()
+    tracker.register_user_hooks(note, note, note, note)
+    function()
+    tracker.clear_user_hooks()
+    return heard
+
+
+@pytest.mark.parametrize(("hook", "phase"), list(cases()))
+def test_failing_hook_raises_and_leaves_the_tracker_clean(hook, phase, checkpointed, x):
     model = checkpointed(use_reentrant=True)
-    expected = step(model, x).clone()
-    tracker, heard = ModTracker(), []
-    tracker.subscribe(**{event: lambda call, *_: heard.append(tracker.phase)})
-    with tracker:
-        bad = tracker.subscribe(**{event: fail_in(tracker, phase)})
-        assert torch.equal(step(model, x), expected)
-        assert type(bad.error) is ZeroDivisionError
-        assert tracker.parents == {"Global"}
-    assert heard.count(phase) > 1
-
-
-@pytest.mark.parametrize(("event", "hook", "phase"), list(cases()))
-def test_failing_user_hook_raises_and_leaves_the_tracker_clean(event, hook, phase, checkpointed, x):
-    model = checkpointed(use_reentrant=True)
-    tracker, heard = ModTracker(), []
-    tracker.subscribe(**{event: lambda call, *_: heard.append((call.name, tracker.phase))})
-    original = nn.Module.__call__
+    tracker, original = ModTracker(), nn.Module.__call__
     with tracker:
         expected = step(model, x).clone()
-        before = list(heard)
+        before = heard_by(tracker, lambda: step(model, x))
         tracker.register_user_hooks(**{hook: fail_in(tracker, phase)})
         with pytest.raises(ZeroDivisionError):
             step(model, x)
         assert (tracker.parents, tracker.phase) == ({"Global"}, "outside")
         tracker.clear_user_hooks()
-        heard.clear()
         assert torch.equal(step(model, x), expected)
-        assert heard == before
+        assert heard_by(tracker, lambda: step(model, x)) == before
     assert nn.Module.__call__ is original
 
 
@@ -83,54 +71,19 @@ def test_interrupt_in_a_listener_goes_through(phase, checkpointed, x):
     tracker, model = ModTracker(), checkpointed(use_reentrant=True)
     interrupt = fail_in(tracker, phase, KeyboardInterrupt)
     with tracker:
-        with (
-            tracker.subscribe(pre_forward=interrupt, pre_backward=interrupt),
-            pytest.raises(KeyboardInterrupt),
-        ):
+        tracker.register_user_hooks(pre_fw_hook=interrupt, pre_bw_hook=interrupt)
+        with pytest.raises(KeyboardInterrupt):
             step(model, x)
         assert tracker.parents == {"Global"}
+        tracker.clear_user_hooks()
         step(model, x)
-
-
-def test_failing_switch_listener_is_ended(mlp, x):
-    """As for the other callbacks."""
-    with ModTracker() as tracker:
-        bad = tracker.subscribe(switched=lambda call, phase: 1 / 0)
-        step(mlp, x)
-        assert type(bad.error) is ZeroDivisionError
-        assert tracker.parents == {"Global"}
-
-
-def test_error_is_logged_with_its_traceback_and_keeps_no_tensor(monkeypatch, mlp):
-    """One log record for any number of calls; the input is freed by reference count."""
-    log, text, x = logging.getLogger("mod_tracker"), io.StringIO(), torch.randn(2, 4)
-    handler, alive = logging.StreamHandler(text), weakref.ref(x)
-    monkeypatch.setattr(log, "propagate", False)
-    log.addHandler(handler)
-    gc.disable()
-    try:
-        with ModTracker() as tracker:
-            bad = tracker.subscribe(pre_forward=lambda call, args, kwargs: 1 / 0)
-            step(mlp, x)
-            step(mlp, x)
-        assert text.getvalue().count("a listener failed and is not called again") == 1
-        assert text.getvalue().count("Traceback") == 1
-        assert bad.error is not None
-        del x
-        assert alive() is None
-    finally:
-        gc.enable()
-        log.removeHandler(handler)
-
-
-KINDS = ("pre_fw_hook", "post_fw_hook", "pre_bw_hook", "post_bw_hook")
 
 
 def nothing(*_):
     """A hook that does nothing."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOKS)
 def test_second_hook_of_a_kind_is_refused_in_torchs_words(kind, x):
     tracker, heard = ModTracker(), []
     tracker.register_user_hooks(**{kind: lambda *_: heard.append(kind)})
