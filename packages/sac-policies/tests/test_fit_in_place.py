@@ -331,8 +331,8 @@ def test_blocks_that_did_not_run_keep_no_more(share: float) -> None:
     step = Step(model, x, None)
     with step.trials():
         for _ in range(2):
-            step.run(model)
-        assert step.peak(model) <= found.budget_bytes
+            step.run()
+        assert step.peak() <= found.budget_bytes
     found.undo()
     assert not own_forwards(model)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from sac_policies import MATMULS, SlicesError, checkpoint, in_slices, save_ops
+from sac_policies import MATMULS, SlicesError, checkpoint, in_slices, in_slices_, save_ops
 
 VOCABULARY, WIDTH, TOKENS = 600, 16, 48
 
@@ -181,3 +185,69 @@ def test_what_cannot_be_cut_is_an_error(make, message):
     """One sentence with a remedy."""
     with pytest.raises(SlicesError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "mean",
+    [
+        F.cross_entropy,
+        lambda x, y: F.cross_entropy(x, y, reduction="none").mean() * 0.5,
+        lambda x, y: (F.mse_loss(x, x.detach() + 1).float(), (y != -100).sum()),
+    ],
+)
+def test_means_of_slices_are_refused(mean):
+    """Their sum would be as many times too large as there are slices."""
+    head, hidden, labels = inputs(torch.float32)
+    with pytest.raises(
+        SlicesError, match=r'returns a mean, but .* Return the sum \(reduction="sum"'
+    ):
+        in_slices(lambda x, y: mean(head(x), y), 3)(hidden, labels)
+    assert in_slices(lambda x, y: mean(head(x), y), 1)(hidden, labels) is not None
+
+
+def layer():
+    """A module, and the same in slices."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+    return plain, nn.ModuleDict({"mlp": in_slices_(copy.deepcopy(plain), 3)})
+
+
+def saved(module):
+    """Through a file of `torch.save`."""
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), saved]
+)
+@pytest.mark.parametrize("way", ["in_slices_", "in_slices"])
+def test_copies_of_a_module_run_with_their_own_weights(again, way):
+    """Copied, pickled or saved; gradients go to the copy."""
+    _, parts = layer()
+    if way == "in_slices":
+        in_slices_(parts["mlp"], 1)
+        parts["mlp"].forward = in_slices(parts["mlp"].forward, 3)
+    other, x = again(parts), torch.randn(TOKENS, WIDTH)
+    assert torch.equal(parts["mlp"](x), other["mlp"](x))
+    with torch.no_grad():
+        other["mlp"][2].weight.zero_()
+    assert not torch.equal(parts["mlp"](x), other["mlp"](x))
+    other["mlp"](x).sum().backward()
+    assert all(p.grad is None for p in parts.parameters())
+    assert all(p.grad is not None for p in other.parameters())
+
+
+def test_module_in_slices_is_the_module():
+    """The same object, names and results; one slice restores it."""
+    plain, parts = layer()
+    mlp, x = parts["mlp"], torch.randn(TOKENS, WIDTH)
+    torch.testing.assert_close(mlp(x), plain(x))
+    assert list(mlp.state_dict()) == list(plain.state_dict())
+    assert in_slices_(in_slices_(mlp, 5), 1) is mlp
+    assert "forward" not in vars(mlp)
+    assert torch.equal(mlp(x), plain(x))
+    with pytest.raises(SlicesError, match=r"module is <function .*, but its forward is"):
+        in_slices_(losses, 3)

@@ -23,6 +23,18 @@ def made(batch: Any = None, loss: Any = None, model: nn.Module | None = None) ->
     return Step(model, torch.ones(2, 3) if batch is None else batch, loss)
 
 
+class Calls(nn.Linear):
+    """A model that calls a function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(3, 3)
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it with the arguments."""
+        return self.function(*args, **kwargs)
+
+
 def linear() -> nn.Linear:
     """A layer with fixed weights."""
     torch.manual_seed(0)
@@ -46,14 +58,14 @@ ONE = torch.ones(1)
 )
 def test_batch_is_what_the_call_is_given(batch: Any, args: Any, kwargs: Any) -> None:
     """A tuple or mapping is unpacked; anything else is the only argument."""
-    given: list[Any] = []
+    given = SimpleNamespace()  # a list would be put back
 
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
-        given.append((args, kwargs))
+        given.args, given.kwargs = args, kwargs
         return torch.ones(1, requires_grad=True)
 
-    run(made(batch), call)
-    assert given == [(args, kwargs)]
+    run(made(batch, model=Calls(call)))
+    assert (given.args, given.kwargs) == (args, kwargs)
 
 
 def test_gradients_of_two_runs_are_not_added_up() -> None:
@@ -62,7 +74,7 @@ def test_gradients_of_two_runs_are_not_added_up() -> None:
     step, found = made(model=model), []
     with step.trials():
         for _ in range(2):
-            step.run(model)
+            step.run()
             found.append(model.weight.grad)
     assert found[0] is not found[1]
     assert torch.equal(*found)
@@ -71,22 +83,22 @@ def test_gradients_of_two_runs_are_not_added_up() -> None:
 W = torch.ones(2, requires_grad=True)
 
 
-def run(step: Step, call: Any) -> None:
+def run(step: Step) -> None:
     """One trial."""
     with step.trials():
-        step.run(call)
+        step.run()
 
 
-def peak(step: Step, call: Any) -> int:
+def peak(step: Step) -> int:
     """The peak of one trial."""
     with step.trials():
-        return step.peak(call)
+        return step.peak()
 
 
-def gradients_of(step: Step, call: Any) -> torch.Tensor:
+def gradients_of(step: Step) -> torch.Tensor:
     """The gradient of W after one trial; none is left behind."""
     with step.trials():
-        step.run(call)
+        step.run()
         found = W.grad
     assert W.grad is None
     return found
@@ -107,21 +119,21 @@ def gradients_of(step: Step, call: Any) -> torch.Tensor:
 )
 def test_loss_is_the_outputs_own_or_the_sum_of_what_needs_a_gradient(out, gradient: int) -> None:
     """The output's loss is used only if it is a scalar that requires grad."""
-    found = gradients_of(made(), lambda x: out())
+    found = gradients_of(made(model=Calls(lambda x: out())))
     assert torch.equal(found, torch.full((2,), float(gradient)))
 
 
 def test_given_loss_is_taken_before_the_outputs_own() -> None:
     """`loss` is called with the whole output."""
-    step = made(loss=lambda out: out["loss"] * 2)
-    found = gradients_of(step, lambda x: {"loss": W.sum()})
+    model = Calls(lambda x: {"loss": W.sum()})
+    found = gradients_of(made(loss=lambda out: out["loss"] * 2, model=model))
     assert torch.equal(found, torch.full((2,), 2.0))
 
 
 def test_output_without_a_gradient_asks_for_a_loss() -> None:
     """The error says how to pass one."""
     with pytest.raises(BudgetError, match=r"fit_: the model's output has no tensor.*Pass loss="):
-        run(made(), lambda x: {"scores": W.detach()})
+        run(made(model=Calls(lambda x: {"scores": W.detach()})))
 
 
 class Wide(nn.Module):
@@ -141,15 +153,15 @@ def test_peak_has_what_is_there_and_what_grows() -> None:
     """Parameters, buffers and the batch, then values and gradients; equal in each run."""
     model, x = Wide(), torch.ones(64)
     step = made(x, model=model)
-    peaks = [peak(step, model) for _ in range(2)]
+    peaks = [peak(step) for _ in range(2)]
     there = (256 + 512 + 64) * 4
     assert peaks[0] == peaks[1]
     assert there + 2 * 64 * 256 * 4 <= peaks[0] < there + 6 * 64 * 256 * 4
     larger = made(torch.ones(128)[:64], model=model)
-    assert peak(larger, model) == peaks[0] + 64 * 4
+    assert peak(larger) == peaks[0] + 64 * 4
     model.register_buffer("more", torch.ones(100))
     model.register_parameter("unused", nn.Parameter(torch.ones(10)))
-    assert peak(made(x, model=model), model) == peaks[0] + 110 * 4
+    assert peak(made(x, model=model)) == peaks[0] + 110 * 4
 
 
 def test_device_is_that_of_the_parameters_or_the_cpu() -> None:
@@ -172,7 +184,7 @@ def test_interrupted_step_leaves_the_model_as_it_was() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(made(torch.ones(64), loss=interrupted, model=model), model)
+        run(made(torch.ones(64), loss=interrupted, model=model))
     assert model.weight.grad is grad
     assert torch.equal(grad, torch.full((256,), 5.0))
     assert model.extra.grad is None

@@ -28,7 +28,7 @@ from sac_policies._errors import (
     UnmatchedEntryWarning,
     UnmatchedNameError,
 )
-from sac_policies._in_slices import in_slices
+from sac_policies._in_slices import in_slices, in_slices_
 from sac_policies.eager._moved import offload_stats
 from sac_policies.policies._catalogue import (
     ATTENTION,
@@ -83,6 +83,7 @@ __all__ = [
     "first_match",
     "fit_",
     "in_slices",
+    "in_slices_",
     "offload",
     "offload_stats",
     "profile",

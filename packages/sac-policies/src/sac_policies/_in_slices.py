@@ -14,11 +14,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ._errors import SlicesError, shown
 
 T = TypeVar("T")
+_M = TypeVar("_M", bound=nn.Module)
 
 
 def in_slices(function: Callable[..., T], chunks: int, dim: int = 0) -> Callable[..., T]:
@@ -32,9 +34,8 @@ def in_slices(function: Callable[..., T], chunks: int, dim: int = 0) -> Callable
         function: called with slices of the positional tensors, and all other arguments unchanged.
             It returns a sum over its slice, as a tensor without dimensions; or a tensor with the
             slice's size in dimension `dim`, which is concatenated over all slices;
-            or a tuple of such tensors. Tensors without dimensions are added: a function that
-            returns a mean gives the sum of the slices' means, without an error. Return the sum and
-            the count, and divide.
+            or a tuple of such tensors. Tensors without dimensions are added, so means of slices are
+            refused: return the sum and the count, and divide.
         chunks: number of slices; their sizes differ by at most one.
         dim: dimension of the positional tensors that is cut. All must have the same size there.
 
@@ -44,7 +45,7 @@ def in_slices(function: Callable[..., T], chunks: int, dim: int = 0) -> Callable
 
     Raises:
         SlicesError: `chunks` or `dim` is invalid. Raised by the call: there is no positional
-            tensor, sizes differ, or a result is neither a sum nor as long as its slice.
+            tensor, sizes differ, or a result is a mean, or neither a sum nor as long as its slice.
 
     Example:
         >>> head, hidden = torch.nn.Linear(4, 1000), torch.randn(6, 4, requires_grad=True)
@@ -65,16 +66,62 @@ def in_slices(function: Callable[..., T], chunks: int, dim: int = 0) -> Callable
     _check_number("chunks", chunks, least=1)
     _check_number("dim", dim)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        sizes, parts = _cut(args, chunks, dim)
-        results = [_run_slice(function, part, kwargs) for part in parts]
+    return _InSlices(function, chunks, dim)
+
+
+def in_slices_(module: _M, chunks: int, dim: int = 0) -> _M:
+    """Run a module in slices of its input, in place.
+
+    Its forward is replaced by `in_slices(forward, chunks, dim)`. Copies, pickled modules and those
+    of `torch.save` run in slices of their own weights. `state_dict` and names do not change.
+
+    Args:
+        module: works on each slice by itself, such as the MLP of a transformer layer.
+        chunks: number of slices; 1 restores the plain forward.
+        dim: dimension of the positional tensors that is cut.
+
+    Returns:
+        The module.
+
+    Raises:
+        SlicesError: `module` is not a module, or `chunks` or `dim` is invalid.
+
+    Example:
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Linear(16, 4))
+        >>> in_slices_(mlp, 3)(torch.randn(6, 4)).shape
+        torch.Size([6, 4])
+    """
+    if not isinstance(module, nn.Module):
+        raise SlicesError(
+            f"sac_policies.in_slices_: module is {shown(module)}, but its forward is replaced in "
+            "place, so it must be an nn.Module. For a function use in_slices(function, chunks)."
+        )
+    forward: Any = module.forward
+    plain = forward.function if isinstance(forward, _InSlices) else forward
+    sliced = in_slices(plain, chunks, dim)
+    if chunks > 1:
+        module.forward = sliced
+    elif isinstance(forward, _InSlices):
+        del module.forward
+        if module.forward != plain:  # it was replaced before, too
+            module.forward = plain
+    return module
+
+
+class _InSlices:
+    """A function in slices. A copy of a module copies it, with the bound method inside."""
+
+    def __init__(self, function: Callable[..., Any], chunks: int, dim: int) -> None:
+        self.function, self.chunks, self.dim = function, chunks, dim
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        sizes, parts = _cut(args, self.chunks, self.dim)
+        results = [_run_slice(self.function, part, kwargs) for part in parts]
         if isinstance(results[0], tuple):
             _check_lengths(results)
             columns = list(zip(*results, strict=True))
-            return tuple(_joined(list(column), sizes, dim) for column in columns)
-        return _joined(results, sizes, dim)
-
-    return run
+            return tuple(_joined(list(column), sizes, self.dim) for column in columns)
+        return _joined(results, sizes, self.dim)
 
 
 def _check_number(name: str, value: object, least: int | None = None) -> None:
@@ -145,6 +192,11 @@ def _joined(results: list[Any], sizes: list[int], dim: int) -> Any:
         return sum(results)
     if all(isinstance(each, torch.Tensor) for each in results):
         if all(each.dim() == 0 for each in results):
+            if len(results) > 1 and _is_mean(results[0]):
+                raise SlicesError(
+                    "sac_policies.in_slices: the function returns a mean, but results of slices "
+                    'are added. Return the sum (reduction="sum") and the count, and divide.'
+                )
             return _added_up(results)
         if all(_length(each, dim) == size for each, size in zip(results, sizes, strict=True)):
             return torch.cat(results, dim)
@@ -154,6 +206,24 @@ def _joined(results: list[Any], sizes: list[int], dim: int) -> Any:
         f"{shown(found)}, but each result must be a sum (a tensor without dimensions, or a number) "
         f"or have its slice's size in dimension {dim}."
     )
+
+
+_MEAN = 1
+"""The value of `reduction` in nodes of losses."""
+
+
+def _is_mean(result: torch.Tensor) -> bool:
+    """Whether a scalar is a mean, or a multiple of one, by the nodes of its graph."""
+    node = None if torch.compiler.is_compiling() else result.grad_fn
+    while node is not None:
+        if type(node).__name__.startswith("MeanBackward"):
+            return True
+        if hasattr(node, "_saved_reduction"):
+            return bool(node._saved_reduction == _MEAN)
+        above = [each for each, _ in node.next_functions if each is not None]
+        is_linear = type(node).__name__.startswith(("Mul", "Div", "Neg", "ToCopy", "Alias"))
+        node = above[0] if is_linear and len(above) == 1 else None
+    return False
 
 
 def _added_up(results: list[torch.Tensor]) -> torch.Tensor:

@@ -24,6 +24,7 @@ from ..eager._moved import leaving
 from ..policies._names import checkpoint_name
 from ..policies._policies import Policy
 from ..policies._rules import RECOMPUTE_ALL
+from ._elsewhere import is_recomputed_too, warn_of_both
 from ._levels import COSTLY, INPUT
 
 
@@ -35,6 +36,7 @@ class Checkpointed:
         place: name of the attribute that a call of the module runs.
         forward: the original value of that attribute.
         is_undone: whether the region only calls the original forward.
+        has_warned: whether it was told that other code recomputes the module, too.
 
     Args:
         module: the module; `undo` restores a `forward` that is not its class's.
@@ -42,7 +44,7 @@ class Checkpointed:
         lag_bytes: most bytes of running copies to host memory while the region runs.
     """
 
-    is_undone = False
+    is_undone = has_warned = False
 
     def __init__(self, module: nn.Module, *, policy: Policy, lag_bytes: int = 0) -> None:
         self.module, self.place = module, called_at(module)
@@ -55,6 +57,14 @@ class Checkpointed:
         """Run the module's forward, checkpointed unless undone."""
         if self.is_undone or in_func_transform():
             return self.forward(*args, **kwargs)
+        if (
+            not torch.compiler.is_compiling()
+            and not self.has_warned
+            and is_recomputed_too(self.module)
+        ):
+            for region in _in_use:
+                region.has_warned = True
+            warn_of_both(self.module)
         if not self.policy.reads_names:
             return checkpoint(self.forward, *args, policy=self.policy, **kwargs)
         named = _InputsNamed(self.module, self.forward)

@@ -23,15 +23,17 @@ from .._errors import BudgetError, MutationError, RecomputeError, SacError
 from .._torch_compat._module_calls import around_calls, graph_breaks, is_compiled, is_taggable
 from ._agree import check_equal, from_first_rank, largest
 from ._checkpointed import Checkpointed, Tagged, is_checkpointed, region_of, release, release_copied
+from ._elsewhere import recomputed_in, said_of
 from ._helps import what_helps
 from ._intervals import Steps, marked
 from ._levels import HIDDEN_AWAY, KEEPING, KEEPS, LEVELS, RECOMPUTES, Region, RegionFit
 from ._link import Hidden, hidden_by
 from ._measure import Interval, Marks, highest
+from ._progress import Progress
 from ._repeating import Operators, called_again, check_compiled, inside, kind_of, repeating
 from ._sizes import Budget, format_size
 from ._solve import Infeasible
-from ._step import Limit, Loss, Reset, Step, check_order, check_step, only_one
+from ._step import Limit, Loss, Reset, Step, UsersStep, check_order, check_step, only_one
 
 _TRIES = 2
 """Mixtures that are measured until one fits."""
@@ -51,6 +53,8 @@ class InPlaceFit:
             idle blocks instead of others of their class; a step that runs more blocks may take
             more.
         rounds: (number of checkpointed regions, peak) of each measured step, in order.
+        elsewhere: regions that other code recomputes, and how to turn that off; "" if there are
+            none.
     """
 
     peak_bytes: int
@@ -60,6 +64,7 @@ class InPlaceFit:
     regions: tuple[RegionFit, ...]
     idle: tuple[RegionFit, ...]
     rounds: tuple[tuple[int, int], ...]
+    elsewhere: str
     _checkpointed: tuple[Checkpointed, ...]
 
     def undo(self) -> None:
@@ -85,6 +90,8 @@ class InPlaceFit:
                 f"   not run when measured, so a step that runs more blocks may take more: "
                 f"{'; '.join(_groups(self.idle))}"
             )
+        if self.elsewhere:
+            lines.append(f"   {self.elsewhere}")
         return "\n".join(lines)
 
 
@@ -107,14 +114,17 @@ def fit_(
     budget: Budget | None = None,
     *,
     loss: Loss | None = None,
+    step: UsersStep | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     reserve: Budget = 0,
     make_batch: Callable[[], Any] | None = None,
     reset: Reset | None = None,
+    quiet: bool = False,
 ) -> InPlaceFit | Infeasible:
     """Checkpoint blocks of a model in place, no more than needed for a step to fit `budget`.
 
-    Finds the modules that repeat (layers of a transformer, blocks of a network). Measures a step
+    Finds the modules that repeat (layers of a transformer, blocks of a network). Measures a step,
+    which is a call of the model and a backward of its loss, or what `step` does,
     without checkpointing, and one with all of them on each of two levels. Accelerators have four
     levels: inputs can be offloaded, and so can values whose copies are hidden behind the forward.
     Then chooses the level of each module so that a step is as fast as possible. One or two more
@@ -128,8 +138,14 @@ def fit_(
 
     Measured steps leave no trace. Parameters, buffers, gradients, attributes of modules, the batch,
     and random numbers of torch, Python and NumPy are restored before each step and at the end, also
-    after an error. Functions of `register_post_accumulate_grad_hook` are not called; if an
-    optimizer can be reached from them, the step is measured with gradients that are freed at once.
+    after an error; so are objects that `step` names, such as a trainer. Optimizers that `step`
+    steps change nothing, and their state counts. Functions of `register_post_accumulate_grad_hook`
+    are not called; if an optimizer can be reached from them, the step is measured with gradients
+    that are freed at once.
+
+    Blocks that other code recomputes (a switch of transformers or diffusers, ckpt_wrap, torch's
+    wrapper) are found; the result says how to turn that off. If it is turned on later, the next
+    step warns.
 
     Args:
         model: on the device it trains on, in the mode it trains in.
@@ -142,6 +158,9 @@ def fit_(
             backward allocate; not the buckets that DDP keeps.
         loss: from the model's output to a scalar; by default the output's own `loss`, else the
             sum of its float tensors.
+        step: called with the model and a batch; runs forward and backward as the training loop
+            does, with its loss, scaling and accumulation. For example `trainer.training_step` of
+            transformers and TRL. `batch` may then be any object.
         optimizer: its state counts in the peak: what it has, and what its first step will make.
             That is known for torch's elementwise optimizers; others need to have run a step.
         reserve: how much of the budget stays free, for the allocator and other programs: bytes,
@@ -150,6 +169,8 @@ def fit_(
             cannot be copied. All must have the same shapes.
         reset: called with the model before each measured step: for state that the user resets
             before each step and that is not in attributes of modules.
+        quiet: whether to print nothing. By default each measured step prints a line to the standard
+            error, if that is a terminal.
 
     Returns:
         The levels, with `undo()`. Or an `Infeasible`, which is false, with the smallest peak that
@@ -159,8 +180,8 @@ def fit_(
         BudgetError: `model` is not a module, has uninitialized parameters, was fitted before, is
             being fitted or is compiled as a whole; the batch cannot be copied, or `make_batch` or
             `reset` fails; the budget does not parse or is "device" on a CPU; the optimizer's state
-            is not known; the output has no gradient; the step itself steps an optimizer; or ranks
-            have other blocks.
+            is not known; the output has no gradient; `step` runs no backward, runs none of the
+            model's blocks, or reads an iterator; or ranks have other blocks.
 
     Example:
         >>> import torch
@@ -170,10 +191,10 @@ def fit_(
         True
         >>> found.undo()
     """
-    check_step(model, loss)
+    check_step(model, loss, step)
     budget = check_order(batch, make_batch, budget)
-    limit = Limit(budget, reserve)
-    step = Step(model, batch, loss, optimizer, make_batch=make_batch, reset=reset)
+    limit, progress = Limit(budget, reserve), Progress(quiet)
+    measured = Step(model, batch, loss, optimizer, step=step, make_batch=make_batch, reset=reset)
     for module in model.modules():
         release_copied(module)
     fitted = [path for path, module in model.named_modules() if is_checkpointed(module)]
@@ -182,15 +203,15 @@ def fit_(
             f"sac_policies.fit_: module {fitted[0]!r} is checkpointed by an earlier fit_, but a "
             "budget is divided once. Call undo() on its result."
         )
-    step.check_data()
-    limit.settle(step)
+    measured.check_data()
+    limit.settle(measured)
     search = None
     try:
-        with only_one(model), step.trials():
-            step.settle_buckets()
+        with only_one(model), measured.trials():
+            measured.settle_buckets()
             tried: list[Infeasible] = []
-            for regions in _divisions(model, step):
-                search = _Search(model, step, regions)
+            for regions in _divisions(model, measured):
+                search = _Search(model, measured, regions, progress)
                 found = search.run(limit)
                 if isinstance(found, InPlaceFit):
                     return found
@@ -206,7 +227,7 @@ def _divisions(model: nn.Module, step: Step) -> Iterator[tuple[tuple[str, nn.Mod
     """Yield the blocks of a model, and then the blocks inside them."""
     regions = repeating(model)
     if regions[0][1] is model:
-        regions = called_again(model, step.forward) or regions
+        regions = called_again(model, step.run) or regions
     while regions:
         yield regions
         regions = inside(regions)
@@ -216,12 +237,29 @@ class _Search:
     """Finds the level of each region."""
 
     def __init__(
-        self, model: nn.Module, step: Step, regions: Sequence[tuple[str, nn.Module]]
+        self,
+        model: nn.Module,
+        step: Step,
+        regions: Sequence[tuple[str, nn.Module]],
+        progress: Progress | None = None,
     ) -> None:
         self._model, self._step = model, step
+        self._progress = progress or Progress(quiet=True)
         check_compiled(model, regions)
-        with Operators(regions) as operators:
-            step.run(model)
+        with (
+            self._progress.step("which finds blocks"),
+            Operators(regions) as operators,
+            recomputed_in(model) as recomputed,
+        ):
+            step.run()
+        self._elsewhere = said_of(model, regions, recomputed)
+        self._cause = self._elsewhere or _why_little(model, regions, operators)
+        if step.is_users and not operators.of:
+            raise BudgetError(
+                f"sac_policies.fit_: step called none of the model's {len(regions)} blocks "
+                f"({regions[0][0] or 'the model'}, ...), but these are checkpointed. Call the "
+                "model that step is given, or fit the model that it calls."
+            )
         modules, ran = dict(regions), list(operators.of)
         alike = {kind_of(modules[path]): operators.of[path] for path in reversed(ran)}
         self._regions = [_region(path, modules[path], operators.of[path]) for path in ran]
@@ -275,7 +313,7 @@ class _Search:
             share = f"{100 * smallest / peaks[0]:.0f} % of what it takes without checkpointing"
             how = ", ".join([share, *self._tried[smallest]])
             helps = what_helps(self._step, intervals[0], smallest, allowed)
-            return Infeasible(allowed, smallest, how, helps)
+            return Infeasible(allowed, smallest, how, helps, self._cause)
         best = min(fitting, key=lambda level: sum(cost[level] for cost in steps.costs))
         return self._found((best,) * count, peaks[best], peaks[best], peaks[0], allowed)
 
@@ -296,7 +334,8 @@ class _Search:
             for region, level in zip(self._idle, self._idle_levels(choice), strict=True)
         )
         rounds = tuple(self._rounds)
-        return InPlaceFit(peak, plain, predicted, allowed, done, idle, rounds, put)
+        said = self._elsewhere
+        return InPlaceFit(peak, plain, predicted, allowed, done, idle, rounds, said, put)
 
     def _hide_copies(self) -> None:
         """Choose for each kind of block the values whose copies its forward hides. Collective."""
@@ -314,7 +353,7 @@ class _Search:
                 if not self._regions[number].is_compiled:
                     call = partial(begin, number, module.forward)
                     stack.enter_context(around_calls(module, call, lambda _: None))
-            self._step.forward()
+            self._step.run()
         found = from_first_rank(found)
         for at, number in enumerate(first):
             plan, size = found.get(number, (None, 0))
@@ -333,7 +372,8 @@ class _Search:
         for level in self._usable[1:]:
             self.put((level,) * len(self._regions))
             try:
-                self._first_step()
+                with self._progress.step(f"the first in which each block {LEVELS[level]}"):
+                    self._first_step()
             except (MutationError, RecomputeError) as error:
                 errors.append(error)
             else:
@@ -344,7 +384,7 @@ class _Search:
 
     def _first_step(self) -> None:
         if not any(each.is_compiled and each.is_taggable for each in self._regions):
-            self._step.run(self._model)
+            self._step.run()
         elif largest(self._breaks()):
             self._regions = [replace(each, is_taggable=False) for each in self._regions]
             self._idle = [replace(each, is_taggable=False) for each in self._idle]
@@ -353,7 +393,7 @@ class _Search:
         """Whether the compiler refuses tagged code, as with side effects, or breaks its graph."""
         before = graph_breaks()
         try:
-            self._step.run(self._model)
+            self._step.run()
         except RuntimeError:  # if the compiler did not raise it, later steps raise it again
             return True
         return graph_breaks() > before
@@ -361,14 +401,19 @@ class _Search:
     def _intervals(self, level: int) -> list[Interval]:
         done = self.put((level,) * len(self._regions))
         marks = Marks(self._step.device)
-        with marked([region.module for region in self._regions], marks):
-            found = self._step.intervals(self._model, marks)
-        self._note(done, self._peak(found))
+        with self._progress.step(f"each block {LEVELS[self._usable[level]]}") as told:
+            with marked([region.module for region in self._regions], marks):
+                found = self._step.intervals(marks)
+            peak = self._peak(found)
+            told.append(format_size(peak))
+        self._note(done, peak)
         return found
 
     def _measured(self, choice: tuple[int, ...]) -> int:
         done = self.put(choice)
-        peak = self._step.peak(self._model)
+        with self._progress.step("; ".join(_groups(done))) as told:
+            peak = self._step.peak()
+            told.append(format_size(peak))
         self._note(done, peak)
         return peak
 
@@ -383,10 +428,12 @@ class _Search:
 
     def put(self, choice: Sequence[int]) -> tuple[RegionFit, ...]:
         """Put each region on its level, given by its position among the usable ones."""
+        warns = not self._elsewhere  # else the result says so
         for region, level in zip(self._idle, self._idle_levels(choice), strict=True):
-            _put(region, level)
+            _put(region, level, warns)
         return tuple(
-            _put(region, self._usable[at]) for region, at in zip(self._regions, choice, strict=True)
+            _put(region, self._usable[at], warns)
+            for region, at in zip(self._regions, choice, strict=True)
         )
 
     def _idle_levels(self, choice: Sequence[int]) -> list[int]:
@@ -400,7 +447,19 @@ class _Search:
         return found
 
 
-def _put(region: Region, level: int) -> RegionFit:
+def _why_little(
+    model: nn.Module, regions: Sequence[tuple[str, nn.Module]], operators: Operators
+) -> str:
+    """Say why blocks of a model may save little; "" if nothing is known."""
+    if not operators.of:
+        return f"None of the {len(regions)} blocks was called as a module or by its forward"
+    if regions[0][1] is model:
+        kind = type(model).__name__
+        return f"{kind} has no modules that repeat and have parts, so it is one block as a whole"
+    return ""
+
+
+def _put(region: Region, level: int, warns: bool) -> RegionFit:
     does = region.at(level)
     release(region.module)
     if does.policy is None:
@@ -409,7 +468,9 @@ def _put(region: Region, level: int) -> RegionFit:
         Tagged(region.module, policy=does.policy).put()
     else:
         lag_bytes = region.hidden_bytes if level == HIDDEN_AWAY else 0
-        Checkpointed(region.module, policy=does.policy, lag_bytes=lag_bytes).put()
+        checkpointed = Checkpointed(region.module, policy=does.policy, lag_bytes=lag_bytes)
+        checkpointed.has_warned = not warns
+        checkpointed.put()
     return does
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from .._tensors import tensors_in
+from .._torch_compat import backward_id
 from .._torch_compat._module_calls import around_calls
 from ._choose import Option, cheapest
 from ._measure import Interval, highest
@@ -47,9 +48,12 @@ def marked(regions: Sequence[nn.Module], marks: Marker) -> Iterator[None]:
     calls = [0] * len(regions)
 
     def begin(number: int, *_: Any) -> None:
-        marks.mark((number, calls[number], False))
+        if backward_id() < 0:  # other code may recompute a region
+            marks.mark((number, calls[number], False))
 
     def end(number: int, out: Any) -> None:
+        if backward_id() >= 0:
+            return
         call, calls[number] = calls[number], calls[number] + 1
         marks.mark((number, call, None))
         seen: list[None] = []
@@ -89,6 +93,8 @@ class Steps(Generic[IntervalT]):
         self._count = len(kinds)
         ends = [each.key for each in self._plain if _region_of(each.key) and each.key[2] is None]
         self._tail: Key | None = ends[-1] if ends else None
+        self._largest = _largest_pass(self._plain)
+        self._keys = {each.key for each in self._largest}
         self._offloaded = Offloaded(measured)
         self._left = [self._left_in_tail(one) for one in measured]
         self._freed = [
@@ -212,16 +218,20 @@ class Steps(Generic[IntervalT]):
         return sum(
             each.grown
             for key, each in self._by_level[level].items()
-            if key != self._tail and _region_of(key) == (number,) and not key[2]
+            if key in self._keys and key != self._tail
+            if _region_of(key) == (number,) and not key[2]
         )
 
     def _search(self, target: int) -> tuple[int, ...] | None:
-        """`choose` for a step that calls every region once and reverses the order in backward.
+        """`choose` for a pass that calls every region once and reverses the order in backward.
 
-        Otherwise the result is approximate, and `choose` checks it.
+        Otherwise the result is approximate, and `choose` checks it. Of several passes, as in
+        accumulation, the one with the highest peak counts.
         """
-        head = next((each for each in self._plain if each.key is None), Interval(None, 0, 0))
-        order = list(dict.fromkeys(each.key[0] for each in self._plain if _region_of(each.key)))
+        start = self._plain.index(self._largest[0])
+        begin = next((n for n, each in enumerate(self._largest) if _region_of(each.key)), 0)
+        before = sum(each.grown for each in self._plain[: start + begin])
+        order = list(dict.fromkeys(each.key[0] for each in self._largest if _region_of(each.key)))
         rest = sum(map(self._sum, order))
         between, top = self._between()
         parts = []
@@ -234,7 +244,7 @@ class Steps(Generic[IntervalT]):
                 room = target - max(first, kept + rest + between + last)
                 options.append(Option(kept, cost, room))
             parts.append(options)
-        levels = cheapest(parts, start=head.grown, limit=target - top)
+        levels = cheapest(parts, start=before, limit=target - top)
         if levels is None:
             return None
         choice = dict(zip(order, levels, strict=True))
@@ -243,14 +253,14 @@ class Steps(Generic[IntervalT]):
     def _sum(self, number: int) -> int:
         return sum(
             each.grown
-            for each in self._plain
+            for each in self._largest
             if each.key != self._tail and _region_of(each.key) == (number,)
         )
 
     def _between(self) -> tuple[int, int]:
         """Return the growth from the end of the last region's forward to backward, and its peak."""
         now = top = 0
-        for each in self._plain:
+        for each in self._largest:
             if each.key is not None and (each.key == self._tail or not _region_of(each.key)):
                 top = max(top, now + each.most)
                 now += each.grown
@@ -260,13 +270,37 @@ class Steps(Generic[IntervalT]):
         """Return the peaks of forward and of backward, each over the bytes at its start."""
         most, called = {False: 0, True: 0}, 0
         for key, each in self._by_level[level].items():
-            if _region_of(key) != (number,) or key == self._tail:
+            if key not in self._keys or _region_of(key) != (number,) or key == self._tail:
                 continue
             backward = bool(key[2])
             before = called if key[2] is None else 0
             most[backward] = max(most[backward], before + each.most)
             called = each.grown
         return most[False], most[True]
+
+
+def _largest_pass(plain: Sequence[Interval]) -> list[Interval]:
+    """Return the intervals of the pass, a forward and its backward, with the highest peak.
+
+    Example:
+        >>> first, last = Interval((0, 0, False), 8, 8), Interval((0, 0, True), -4, 0)
+        >>> again = Interval((0, 1, False), 8, 8)
+        >>> _largest_pass([first, last, again]) == [again]
+        True
+    """
+    passes: list[list[Interval]] = [[]]
+    peaks, now, in_backward = [0], 0, False
+    for each in plain:
+        is_forward = _region_of(each.key) is not None and each.key[2] is False
+        if is_forward and in_backward:
+            passes.append([])
+            peaks.append(0)
+        is_backward = isinstance(each.key, str) or (each.key is not None and each.key[2] is True)
+        in_backward = is_backward or (in_backward and not is_forward)
+        passes[-1].append(each)
+        peaks[-1] = max(peaks[-1], now + each.most)
+        now += each.grown
+    return passes[max(range(len(passes)), key=peaks.__getitem__)]
 
 
 def _region_of(key: Any) -> tuple[int] | None:

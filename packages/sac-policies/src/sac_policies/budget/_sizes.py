@@ -103,8 +103,10 @@ def _read(text: str) -> tuple[Fraction, str]:
 
 def _share(fraction: Fraction, written: Budget, total_bytes: int, what: str) -> int:
     if not 0 <= fraction <= 1:
+        is_percent = isinstance(written, float) and 1 < written <= 100
+        remedy = f'Write "{written:g}%" for percent, or an int' if is_percent else "Pass an int"
         raise BudgetError(
             f"sac_policies.budget: {what} {shown(written)} is a fraction, but a fraction is "
-            "between 0 and 1. Pass an int for bytes."
+            f"between 0 and 1. {remedy} for bytes."
         )
     return int(fraction * total_bytes)

@@ -36,12 +36,14 @@ class Infeasible:
         smallest_bytes: the smallest budget that has a plan.
         how: levels that need `smallest_bytes`; "" for a plan of the solver.
         helps: further options, with bytes; "" if only the budget is known.
+        cause: why blocks save little, such as other checkpointing; "" if nothing is known.
     """
 
     budget_bytes: int
     smallest_bytes: int
     how: str = ""
     helps: str = ""
+    cause: str = ""
 
     def __bool__(self) -> bool:
         return False
@@ -51,9 +53,10 @@ class Infeasible:
         short = self.smallest_bytes - self.budget_bytes
         how = self.how and f" ({self.how})"
         helps = self.helps or "divide the batch, or offload or shard what is left"
+        cause = self.cause and f" {self.cause}."
         return (
             f"nothing fits {self.budget_bytes:,} bytes: {self.smallest_bytes:,} are needed{how}, "
-            f"{short:,} more. Raise the budget, or save memory: {helps}"
+            f"{short:,} more.{cause} Raise the budget, or save memory: {helps}"
         )
 
 

@@ -19,6 +19,8 @@ from .._errors import BudgetError, shown
 from .._tensors import is_accelerator, tensors_in
 from .._torch_compat import is_fake
 from ..trials._batches import Batches, tensors_behind
+from ..trials._functions import named_by
+from ..trials._objects import Objects
 from ..trials._rollback import Rollback
 from ._agree import check_equal, largest, largest_each
 from ._measure import Interval, Marks, Moved, free_bytes, highest, storage_bytes
@@ -27,11 +29,14 @@ from ._sizes import Budget, budget_bytes
 
 Loss = Callable[[Any], torch.Tensor]
 Reset = Callable[[nn.Module], object]
+UsersStep = Callable[[nn.Module, Any], object]
+"""Runs forward and backward of a model on a batch."""
 BACKWARD = "backward"
-"""Key of the interval from the end of forward, with the loss, until the next mark."""
+"""Key of the interval from the beginning of backward until the next mark; of later backwards in
+the same step, with their number."""
 
 
-def check_step(model: object, loss: object) -> None:
+def check_step(model: object, loss: object, step: object) -> None:
     """Raise a `BudgetError` for a model that cannot be measured, or a loss that is no function."""
     if not isinstance(model, nn.Module):
         raise BudgetError(
@@ -43,6 +48,24 @@ def check_step(model: object, loss: object) -> None:
             f"sac_policies.fit_: loss {shown(loss)} is a {type(loss).__name__}, but it is "
             "called with the model's output. Pass a function to a scalar, or leave it out."
         )
+    if not (step is None or callable(step)):
+        raise BudgetError(
+            f"sac_policies.fit_: step {shown(step)} is a {type(step).__name__}, but it is called "
+            "with the model and a batch. Pass a function that runs forward and backward, such as "
+            "trainer.training_step, or leave it out."
+        )
+    if loss is not None and step is not None:
+        raise BudgetError(
+            "sac_policies.fit_: loss and step are passed, but a step computes its own loss. Pass "
+            "one of them."
+        )
+    for each in named_by(step):
+        if isinstance(each, Iterator):
+            raise BudgetError(
+                f"sac_policies.fit_: step reads from a {type(each).__name__}, but the position of "
+                "an iterator cannot be restored after a measured step. Use the batch that step is "
+                "given."
+            )
     lazy = [name for name, each in model.named_parameters() if is_lazy(each)]
     if lazy:
         raise BudgetError(
@@ -120,15 +143,17 @@ class Step:
     Args:
         model: on the device it trains on.
         batch: a tuple of its arguments, a dict (or another mapping, such as a tokenizer's result)
-            of its keyword arguments, or its one argument.
+            of its keyword arguments, or its one argument. With `step`, any object.
         loss: from its output to a scalar; by default its own loss, else the sum of its tensors.
         optimizer: its state is in memory during each step.
+        step: runs forward and backward, in place of a call of the model and its loss.
         make_batch: makes the batch of each step; then `batch` is not used.
         reset: called with the model before each step.
 
     Attributes:
         model: the model.
         device: of its parameters.
+        is_users: whether the user's own function runs forward and backward.
 
     Raises:
         BudgetError: `optimizer` is not an optimizer, or its state is not known; or there is no
@@ -142,17 +167,23 @@ class Step:
         loss: Loss | None,
         optimizer: torch.optim.Optimizer | None = None,
         *,
+        step: UsersStep | None = None,
         make_batch: Callable[[], Any] | None = None,
         reset: Reset | None = None,
     ) -> None:
         self.model, self._optimizer, self._reset = model, optimizer, reset
-        self._loss = loss
+        self.is_users = step is not None
+        self._function = _from_loss(loss) if step is None else step
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if optimizer is not None:
             check_optimizer(optimizer, self.device)
         self._batches = Batches(batch, make_batch)
-        roots = [model] if loss is None else [model, loss]
+        own = step or loss
+        roots = [model] if own is None else [model, own]
         self._rollback = Rollback(*roots, tensors=tensors_behind(batch))
+        seen = Objects(roots).seen
+        self._modules = [each for each in seen if isinstance(each, nn.Module)]
+        _check_trainers(seen)
 
     @contextmanager
     def trials(self) -> Iterator[None]:
@@ -182,33 +213,36 @@ class Step:
         self._batches.next()
         torch.manual_seed(0)  # routing and dropout affect a step's memory
 
-    def run(self, call: Callable[..., Any]) -> None:
-        """Run a forward through `call`, and backward; gradients are not accumulated."""
+    def run(self) -> None:
+        """Run forward and backward; gradients of earlier runs are dropped."""
         self._prepare()
-        self._run(call)
+        self._run()
 
-    def _run(self, call: Callable[..., Any], marks: Marks | None = None) -> None:
-        with self._rollback.watching():
-            out = call(*self._batches.args, **self._batches.kwargs)
-            loss = self._default_loss(out) if self._loss is None else self._loss(out)
-            del out  # backward frees what the loss does not read
-            self._rollback.before_backward(loss)
+    def _run(self, marks: Marks | None = None) -> None:
+        backwards = 0
+
+        def begins() -> None:
+            nonlocal backwards
             if marks is not None:
-                marks.mark(BACKWARD)
-            loss.backward()
+                marks.mark(f"{BACKWARD} {backwards}" if backwards else BACKWARD)
+            backwards += 1
 
-    def peak(self, call: Callable[..., Any]) -> int:
+        with self._rollback.watching(begins):
+            result = self._function(self.model, self._batches.batch)
+        if not backwards:
+            is_loss = isinstance(result, torch.Tensor) and result.requires_grad
+            raise BudgetError(
+                "sac_policies.fit_: step returned without a backward, but memory is measured over "
+                "forward and backward. "
+                + ("Call backward() on the loss inside of it." if is_loss else "Run both in it.")
+            )
+
+    def peak(self) -> int:
         """Run a step; return its peak in bytes, the maximum over ranks. Collective."""
         self._prepare()
         self._settle()
-        found = Marks(self.device).intervals(lambda: self._run(call))
+        found = Marks(self.device).intervals(self._run)
         return largest(self._resident() + highest(found))
-
-    def forward(self) -> Any:
-        """Run a forward alone; return its output."""
-        self._prepare()
-        with self._rollback.watching():
-            return self.model(*self._batches.args, **self._batches.kwargs)
 
     def settle_buckets(self) -> None:
         """Run steps in which DDP makes the buckets that it keeps. Collective.
@@ -218,17 +252,16 @@ class Step:
         """
         if any(isinstance(each, DistributedDataParallel) for each in self.model.modules()):
             for _ in range(2):
-                self.run(self.model)
+                self.run()
 
-    def intervals(self, call: Callable[..., Any], marks: Marks) -> list[Interval]:
+    def intervals(self, marks: Marks) -> list[Interval]:
         """Run a step; return its intervals, with the maximum over ranks. Collective.
 
-        The interval `BACKWARD` begins at the end of forward; only the interval before it has
-        `freed`.
+        Only the interval in which the last forward of a region has ended has `freed`.
         """
         self._prepare()
         self._settle()
-        own = marks.intervals(lambda: self._run(call, marks))
+        own = marks.intervals(lambda: self._run(marks))
         keys = [each.key for each in own]
         check_equal(repr(keys), what="order of blocks")
         rows = [(one.grown, one.most, one.ns, *one.moved) for one in own]
@@ -237,7 +270,7 @@ class Step:
             Interval(key, grown, most, None, Moved(*moved), ns)
             for key, grown, most, ns, *moved in zip(keys, *[numbers] * len(rows[0]), strict=True)
         ]
-        at = keys.index(BACKWARD) - 1
+        at = _before_backward(keys)
         freed = own[at].freed
         if freed is not None:
             sizes = largest_each([freed.get(number, 0) for number in range(at)])
@@ -268,11 +301,21 @@ class Step:
             )
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [*self.model.parameters(), *self.model.buffers(), *self._batches.tensors]
+        own = [(*each._parameters.values(), *each._buffers.values()) for each in self._modules]
+        held = [tensor for tensors in own for tensor in tensors if tensor is not None]
+        return [
+            *self.model.parameters(),
+            *self.model.buffers(),
+            *held,
+            *self._batches.tensors,
+        ]
 
     def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's state during a step."""
-        return state_bytes(self._optimizer, self.device) if self._optimizer else 0
+        """Bytes of the state of the optimizer, and of those that the step itself steps."""
+        found = {id(each): each for each in (self._optimizer, *self._rollback.optimizers) if each}
+        for each in found.values():
+            check_optimizer(each, self.device)
+        return sum(state_bytes(each, self.device) for each in found.values())
 
     def _resident(self) -> int:
         return storage_bytes(self._tensors(), device=self.device) + self.optimizer_bytes()
@@ -285,17 +328,68 @@ class Step:
             none = torch.zeros(0, device=self.device, requires_grad=True)
             torch.autograd.grad(none * 1.0, none, grad_outputs=none.detach())
 
-    def _default_loss(self, out: Any) -> torch.Tensor:
-        own = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
-        if isinstance(own, torch.Tensor) and own.requires_grad and own.numel() == 1:
-            return own
-        tensors = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
-        if not tensors:
+
+def _from_loss(loss: Loss | None) -> UsersStep:
+    """Make a step of a call of the model, a loss, and its backward."""
+    loss_of = _default_loss if loss is None else loss
+
+    def step(model: nn.Module, batch: Any) -> None:
+        args = batch if isinstance(batch, tuple) else ()
+        kwargs = dict(batch) if isinstance(batch, Mapping) else {}
+        if not isinstance(batch, (tuple, Mapping)):
+            args = (batch,)
+        try:
+            out = model(*args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            if isinstance(batch, list):
+                raise BudgetError(
+                    f"sac_policies.fit_: the model raised {type(error).__name__} ({error}) for "
+                    "batch, a list, which is passed to it as one argument. Pass a tuple of "
+                    "arguments, or a dict of keyword arguments."
+                ) from error
+            raise
+        value = loss_of(out)
+        del out  # backward frees what the loss does not read
+        value.backward()
+
+    return step
+
+
+def _default_loss(out: Any) -> torch.Tensor:
+    own = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if isinstance(own, torch.Tensor) and own.requires_grad and own.numel() == 1:
+        return own
+    tensors = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+    if not tensors:
+        raise BudgetError(
+            "sac_policies.fit_: the model's output has no tensor that needs a "
+            "gradient, but a step ends in backward. Pass loss=, from the output to a scalar, or "
+            "step=, a function that runs forward and backward."
+        )
+    return torch.stack([tensor.sum().float() for tensor in tensors]).sum()
+
+
+def _before_backward(keys: list[Any]) -> int:
+    """Return the position of the interval in which the last forward of a region has ended."""
+    ends = [at for at, key in enumerate(keys) if isinstance(key, tuple) and key[-1] is None]
+    return ends[-1] if ends else keys.index(BACKWARD) - 1
+
+
+def _check_trainers(seen: list[Any]) -> None:
+    """Refuse a trainer that will turn on checkpointing when training begins."""
+    for each in seen:
+        settings = getattr(each, "args", None)
+        is_on = getattr(settings, "gradient_checkpointing", None) is True
+        if is_on and callable(getattr(each, "training_step", None)):
             raise BudgetError(
-                "sac_policies.fit_: the model's output has no tensor that needs a "
-                "gradient, but a step ends in backward. Pass loss=, from the output to a scalar."
+                f"sac_policies.fit_: {type(each).__name__}.args.gradient_checkpointing is True "
+                "(TRL's default), so train() will recompute every layer, whatever fit_ chooses. "
+                "Pass gradient_checkpointing=False in its arguments."
             )
-        return torch.stack([tensor.sum().float() for tensor in tensors]).sum()
+
+
+_PERCENT = range(2, 101)
+"""Bytes that are meant as percent."""
 
 
 class Limit:
@@ -312,6 +406,11 @@ class Limit:
     def __init__(self, budget: Budget, reserve: Budget) -> None:
         self._budget, self._reserve = budget, reserve
         self._is_device = isinstance(budget, str) and budget == "device"
+        if type(budget) is int and budget in _PERCENT:
+            raise BudgetError(
+                f"sac_policies.fit_: budget {budget} is {budget} bytes, less than any step takes. "
+                f'Write "{budget}%" for a share of the plain step, or "{budget} GiB".'
+            )
         for each, what in ((0 if self._is_device else budget, "budget"), (reserve, "reserve")):
             budget_bytes(each, total_bytes=0, what=what)
 

@@ -1,13 +1,14 @@
-"""Turn off hooks that work on a gradient once it is accumulated.
+"""Turn off what changes parameters: hooks on accumulated gradients, and steps of optimizers.
 
 Such a hook may step an optimizer, so it must not run in a trial. If it does, it also frees the
-gradient; a hook from which no optimizer can be reached is assumed to keep it.
+gradient; a hook from which no optimizer can be reached is assumed to keep it. Code of the step
+itself may step optimizers: then a copy of the optimizer without parameters steps instead.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._errors import BudgetError
 from .._torch_compat._gradients import (
     optimizers_in_backward,
     post_accumulate_hooks,
@@ -91,26 +91,35 @@ def _behind(value: Any) -> Iterable[Any]:
 
 
 @contextmanager
-def no_optimizer_steps() -> Iterator[None]:
-    """Raise if an optimizer takes a step in this thread, or in a backward that it waits for.
+def no_optimizer_steps(stepped: list[Optimizer]) -> Iterator[None]:
+    """Let optimizers of this thread, and of a backward that it waits for, step without parameters.
 
-    Raises:
-        BudgetError: before the step.
+    Closures, hooks and the step's result are those of a real step.
+
+    Args:
+        stepped: gets each optimizer that steps.
     """
     here = threading.get_ident()
 
-    def refuse(optimizer: Optimizer, *_: Any) -> None:
+    def without_parameters(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         # Threads of autograd are not made by Python.
         is_autograds = isinstance(threading.current_thread(), threading._DummyThread)
-        if threading.get_ident() == here or is_autograds:
-            raise BudgetError(
-                f"sac_policies.fit_: {type(optimizer).__name__}.step() is called in a measured "
-                "step, but parameters must not change. Step the optimizer after backward, or from "
-                "register_post_accumulate_grad_hook, whose hooks are off while steps are measured."
-            )
+        if threading.get_ident() != here and not is_autograds:
+            return None
+        if all(each is not optimizer for each in stepped):
+            stepped.append(optimizer)
+        return (_without_parameters(optimizer), *args[1:]), kwargs
 
-    handle = register_optimizer_step_pre_hook(refuse)
+    handle = register_optimizer_step_pre_hook(without_parameters)
     try:
         yield
     finally:
         handle.remove()
+
+
+def _without_parameters(optimizer: Optimizer) -> Optimizer:
+    kind = type(optimizer)
+    alike = kind.__new__(kind)
+    groups = [{**group, "params": []} for group in optimizer.param_groups]
+    vars(alike).update(vars(optimizer), param_groups=groups, state=defaultdict(dict))
+    return alike

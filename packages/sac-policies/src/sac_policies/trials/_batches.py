@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -18,7 +18,7 @@ _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.M
 
 
 class Batches:
-    """Makes the arguments of a trial.
+    """Makes the batch of each trial.
 
     A copy shares its tensors with the batch, since trials put memory back. Tensors of a graph are
     detached, so that each trial can run backward.
@@ -28,8 +28,7 @@ class Batches:
         make: makes a batch instead; None to copy `batch`.
 
     Attributes:
-        args: positional arguments of the current trial.
-        kwargs: its keyword arguments.
+        batch: the batch of the current trial.
 
     Raises:
         BudgetError: the batch cannot be copied. Raised by `next`: `make` raises, or makes tensors
@@ -37,36 +36,31 @@ class Batches:
     """
 
     def __init__(self, batch: Any, make: Callable[[], Any] | None = None) -> None:
-        self._batch, self._make = batch, make
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
+        self._given, self._make = batch, make
+        self.batch: Any = None
         self._layout: Layout | None = None
         if make is None:
             self.next()
 
     def next(self) -> None:
-        """Make the arguments of the next trial."""
-        batch = self._copied() if self._make is None else self._made(self._make)
-        self.args = batch if isinstance(batch, tuple) else ()
-        self.kwargs = dict(batch) if isinstance(batch, Mapping) else {}
-        if not isinstance(batch, (tuple, Mapping)):
-            self.args = (batch,)
+        """Make the batch of the next trial."""
+        self.batch = self._copied() if self._make is None else self._made(self._make)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors of the current arguments."""
-        return tensors_behind((self.args, self.kwargs))
+        """The tensors of the current batch."""
+        return tensors_behind(self.batch)
 
     def _copied(self) -> Any:
         shared: dict[int, Any]
-        behind = _behind(self._batch)
+        behind = _behind(self._given)
         shared = {id(each): each for each in behind if isinstance(each, _SHARED)}
         shared |= {id(each): _leaf(each) for each in behind if isinstance(each, torch.Tensor)}
         try:
-            return copy.deepcopy(self._batch, shared)
+            return copy.deepcopy(self._given, shared)
         except Exception as error:
             raise BudgetError(
-                f"sac_policies.fit_: batch {shown(self._batch)} cannot be copied "
+                f"sac_policies.fit_: batch {shown(self._given)} cannot be copied "
                 f"({type(error).__name__}: {error}), but each measured step needs its own. Pass "
                 "make_batch=, a function that makes it."
             ) from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import CellType, CodeType, FunctionType
+from functools import partial
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 MISSING = object()
@@ -14,6 +15,22 @@ def reads(function: FunctionType) -> list[Any]:
     """Return the values that a function refers to."""
     cells = [content(each) for each in function.__closure__ or ()]
     return [*defaults(function), *cells, *named_globals(function).values()]
+
+
+def named_by(function: Any) -> list[Any]:
+    """Return the values that a callable of the user refers to, without modules and classes.
+
+    Example:
+        >>> named_by([3].append)
+        [[3]]
+    """
+    while isinstance(function, partial):
+        function = function.func
+    own = getattr(function, "__self__", None)
+    plain = getattr(function, "__func__", function)
+    found = reads(plain) if isinstance(plain, FunctionType) else []
+    found += [] if own is None else [own]
+    return [each for each in found if not isinstance(each, (type, ModuleType))]
 
 
 def defaults(function: FunctionType) -> list[Any]:

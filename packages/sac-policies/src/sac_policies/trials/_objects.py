@@ -1,10 +1,11 @@
 """Note what Python objects hold, and put it back.
 
 Noted are the attributes of modules, containers and generators in them, objects of the packages
-that the modules are from, and variables that forwards, hooks and losses close over or name. A
-container is noted by its elements, not by their contents: those are noted too if they can change.
-Objects of other packages, such as process groups, optimizers or a trainer, are left alone: half of
-their state, put back, would not fit the other half.
+that the modules are from, and variables that forwards, hooks, losses and steps close over or name.
+The packages of objects that a loss or step names, such as a trainer's, count too. A container is
+noted by its elements, not by their contents: those are noted too if they can change. Objects of
+other packages, such as process groups, are left alone: half of their state, put back, would not fit
+the other half. The state of optimizers is left alone since their steps change nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import BudgetError
 from .._torch_compat._module_calls import CALL_PLACES
@@ -26,8 +29,12 @@ from . import _functions as functions
 
 _ENGINES = ("torch.distributed", "torch.nn.parallel")
 """Modules of these packages have state in C++ that must fit their attributes."""
-_SHARED_BY_ALL = frozenset({"torch", "builtins", ""})
+_SHARED_BY_ALL = frozenset({"torch", "numpy", "", *sys.stdlib_module_names}) - {"__main__"}
 """Packages of which no object is noted."""
+_OF_LOOPS = (LRScheduler, torch.amp.GradScaler)
+"""Objects of torch that a step may change."""
+_MOST = 10_000
+"""Elements of a container that are looked into: a data set may have many more."""
 _MISSING = object()
 
 
@@ -36,6 +43,9 @@ class Objects:
 
     Args:
         roots: modules, functions, containers.
+
+    Raises:
+        BudgetError: a module of `roots` has an iterator.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -49,11 +59,24 @@ class Objects:
         }
         self._packages -= _SHARED_BY_ALL
         waiting: list[Any] = [*modules, *functions]
+        for each in functions:
+            waiting += self._named_by(each)
         while waiting:
             value = waiting.pop()
             if id(value) not in self._seen:
                 self._seen[id(value)] = value
                 waiting += self._note(value)
+
+    @property
+    def seen(self) -> list[Any]:
+        """The modules, functions, containers and other objects that were found."""
+        return list(self._seen.values())
+
+    def _named_by(self, function: Any) -> list[Any]:
+        """Return the objects that a function of the user closes over or names."""
+        objects = [each for each in functions.named_by(function) if hasattr(each, "__dict__")]
+        self._packages |= {_package(type(each)) for each in objects} - _SHARED_BY_ALL
+        return objects
 
     def put_back(self) -> None:
         """Put back what the objects held."""
@@ -68,6 +91,8 @@ class Objects:
             return self._note_function(value)
         if isinstance(value, (dict, list, set, deque, tuple)):
             return self._note_container(value)
+        if isinstance(value, Optimizer):
+            return [value.param_groups]
         restore = _generator_state(value)
         arrays: Any = getattr(sys.modules.get("numpy"), "ndarray", ())
         if restore is not None:
@@ -81,7 +106,8 @@ class Objects:
     def _is_own(self, value: Any) -> bool:
         """Whether a value is an object, no class or tensor, of the packages of the modules."""
         is_object = hasattr(value, "__dict__") and not isinstance(value, (type, torch.Tensor))
-        return is_object and _package(type(value)) in self._packages
+        is_known = _package(type(value)) in self._packages or isinstance(value, _OF_LOOPS)
+        return is_object and is_known
 
     def _note_module(self, module: nn.Module) -> list[Any]:
         # Sharding swaps parameters of its own types, and knows by itself which are in place.
@@ -114,11 +140,11 @@ class Objects:
         if isinstance(value, dict):
             items = list(value.items())
             self._undo.append(partial(_put_items, value, items))
-            return [each for _, each in items]
+            return [each for _, each in items[:_MOST]]
         held = list(value)
         if not isinstance(value, tuple):
             self._undo.append(partial(_put_elements, value, held))
-        return held
+        return held[:_MOST]
 
     def _note_function(self, value: Any) -> list[Any]:
         if isinstance(value, partial):

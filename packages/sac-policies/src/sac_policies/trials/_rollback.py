@@ -5,12 +5,12 @@ Invariants:
   when the context was entered.
 - Memory is copied when it is first written to, by the first trial. Later trials write to the same.
 - Between trials no gradient exists: those from before are held, and set again at the end.
-- Hooks that work on accumulated gradients are off, and no optimizer takes a step.
+- Hooks that work on accumulated gradients are off, and optimizers step without parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .._torch_compat import set_versions
-from .._torch_compat._gradients import graph_leaves
+from .._torch_compat._gradients import around_backwards, graph_leaves
 from .._torch_compat._module_calls import compiled_in
 from ._backward_hooks import HooksOff, no_optimizer_steps
 from ._generators import Generators
@@ -32,10 +32,14 @@ class Rollback(AbstractContextManager["Rollback"]):
     Args:
         roots: modules, functions and containers whose attributes and elements are put back.
         tensors: tensors that trials are given.
+
+    Attributes:
+        optimizers: those that trials have stepped, without parameters.
     """
 
     def __init__(self, *roots: Any, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._roots, self._given = roots, list(tensors)
+        self.optimizers: list[torch.optim.Optimizer] = []
 
     def __enter__(self) -> Rollback:
         self._has_watched = self._has_graph = False
@@ -53,7 +57,7 @@ class Rollback(AbstractContextManager["Rollback"]):
         self._generators, self._objects = Generators(), Objects(self._roots)
         self._until = ExitStack()
         self._until.callback(self._put_back_twice)
-        self._until.enter_context(no_optimizer_steps())
+        self._until.enter_context(no_optimizer_steps(self.optimizers))
         self._until.enter_context(torch.enable_grad())
         self._hold(self._parameters)
         return self
@@ -79,25 +83,32 @@ class Rollback(AbstractContextManager["Rollback"]):
         torch.clear_autocast_cache()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, begins: Callable[[], None] | None = None) -> Iterator[None]:
         """Copy the memory that a trial writes to, until one with a backward has ended.
 
-        Entered around each trial. Later trials write to the same memory.
+        Entered around each trial. Later trials write to the same memory. Before each backward, the
+        gradients and hooks of all leaves of its graph are held, also outside of the model.
+
+        Args:
+            begins: called before each backward.
         """
-        if self._has_watched:
-            yield
-            return
-        with self._writes:
-            yield
+
+        def before_backward(roots: list[Any]) -> None:
+            self._has_graph = True
+            if not self._has_watched:
+                self._hold(graph_leaves(*roots))
+            if begins is not None:
+                begins()
+
+        with around_backwards(before_backward):
+            if self._has_watched:
+                yield
+                return
+            with self._writes:
+                yield
         with torch.no_grad():
             self._writes.forget_unchanged()
         self._has_watched = self._has_graph
-
-    def before_backward(self, result: torch.Tensor) -> None:
-        """Hold the gradients and hooks of all leaves of a graph, also outside of the model."""
-        self._has_graph = True
-        if not self._has_watched:
-            self._hold(graph_leaves(result))
 
     def _hold(self, leaves: Iterable[torch.Tensor]) -> None:
         leaves = [each for each in leaves if id(each) not in self._grads]
