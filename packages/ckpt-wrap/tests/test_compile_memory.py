@@ -75,13 +75,11 @@ QUICK, SLOW = "aot_eager_decomp_partition", "inductor"
 CASES = [(QUICK, how, way) for how in HOW for way in WAYS]
 CASES += [(SLOW, "block.compile()", way) for way in WAYS]
 CASES += [(SLOW, "model.compile()", "checkpoint_")]
-# Under the compiler, the wrapper and the other ways to compile run the same code.
-DAILY = {("block.compile()", "checkpoint_"), ("block.compile()", "context_fn")}
-DAILY |= {(how, "checkpoint_") for how in HOW} | {("model.compile()", way) for way in WAYS}
-DAILY |= {("eager", way) for way in WAYS}
-CASES = [
-    pytest.param(*case, marks=[] if case[1:] in DAILY else pytest.mark.nightly) for case in CASES
-]
+# The other cases run the same code in another combination.
+DAILY = {(QUICK, how, "checkpoint_") for how in HOW}
+DAILY |= {(QUICK, "model.compile()", way) for way in WAYS}
+DAILY |= {(QUICK, "eager", "context_fn"), (SLOW, "block.compile()", "checkpoint_")}
+CASES = [pytest.param(*case, marks=[] if case in DAILY else pytest.mark.nightly) for case in CASES]
 
 
 @pytest.fixture(autouse=True)
