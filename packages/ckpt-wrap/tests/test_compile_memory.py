@@ -184,8 +184,15 @@ def _compiled(model, how):
     return lambda x: model(x).square().sum().backward()
 
 
-@pytest.mark.parametrize("how", ["block.compile()", "model.compile()", "step"])
-@pytest.mark.parametrize("kind", ["item", "buffer replaced and read"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("item", "block.compile()"),
+        ("buffer replaced and read", "model.compile()"),
+        ("item", "step"),
+        ("buffer replaced and read", "step"),
+    ],
+)
 def test_graph_break_does_not_act_twice(kind, how, wrap):
     """Buffers are updated once per forward, and gradients match the plain model."""
     torch.manual_seed(0)

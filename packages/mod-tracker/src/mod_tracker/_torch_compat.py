@@ -283,6 +283,12 @@ def saved_by(node: Any) -> Iterator[SavedValue]:
             yield from value_in(saved, of_checkpoint=of_checkpoint)
 
 
+def inputs_saved_by(node: Any) -> Iterator[SavedValue]:
+    """Yield the inputs of torch's checkpoint that a node saves for it, before torch 2.13."""
+    if _is_of(node, *_SAVES_INPUTS):
+        yield from saved_by(node)
+
+
 def value_in(saved: Any, *, of_checkpoint: bool) -> Iterator[SavedValue]:
     """Yield the value in an instance of `SAVED`; nothing on torch 2.9."""
     data = getattr(saved, "data", None)
