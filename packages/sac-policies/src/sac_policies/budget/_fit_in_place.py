@@ -1,11 +1,11 @@
 """Checkpoints a model's blocks in place so that a measured step fits a budget.
 
 Regions are the modules that repeat, or that one step calls several times. If they do not fit the
-budget, the blocks of lists inside them are tried, then segments of Sequentials. A step is measured with all regions on each
-level. `_intervals` predicts the peak and time of every mixture from those steps, and the fastest
-mixture that fits is measured before it is accepted. Policies name operators, so later steps may use
-another loss, batch or branch than the measured one. All ranks use the maximum of each number over
-ranks.
+budget, the blocks of lists inside them are tried, then segments of Sequentials. A step is measured
+with all regions on each level. `_intervals` predicts the peak and time of every mixture from those
+steps, and the fastest mixture that fits is measured before it is accepted. Policies name operators,
+so later steps may use another loss, batch or branch than the measured one. All ranks use the
+maximum of each number over ranks.
 """
 
 from __future__ import annotations
