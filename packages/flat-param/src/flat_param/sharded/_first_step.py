@@ -1,7 +1,7 @@
 """Hooks around each optimizer step: public ones of torch, for all optimizers.
 
-- At an optimizer's first step, its state dicts are made to have shards, see _optim_state.py, and
-  state that was loaded before is cut.
+- At the first step of an optimizer that was made before sharding, its state dicts are made to have
+  shards, see _optim_state.py, and its state is cut.
 - An optimizer that needs whole tensors is refused where it reads a piece, see _piece_tensors.py. It
   may have updated other parameters before, and a rank without elements never reads the piece. So a
   copy of the optimizer is first stepped on an empty piece of each parameter that is cut: the
@@ -65,7 +65,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             _check_param(optimizer, param)
         if not torch.compiler.is_compiling():
             _try_step(optimizer)
-        follow(optimizer)
+        if any(piece_of(param) is not None for param in params_of(optimizer)):
+            follow(optimizer)
         _checked.add(optimizer)
     settle(optimizer)
 

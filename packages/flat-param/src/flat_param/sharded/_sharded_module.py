@@ -3,29 +3,35 @@
 `fully_shard` changes a module's class to a subclass of it and of `ShardedModule`. That adds a
 `__call__` around the module's own, so parameters are full from before the first forward hook of the
 module until after the last.
+
+It is a subclass of FSDP2's `FSDPModule`, too, by which torch's pipelines, accelerate, Lightning and
+TRL recognise sharded modules. `ShardedModule` has the methods that they call; other methods of
+FSDP2 raise.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
 from .._errors import StateError
-from .._torch_compat import pass_over_frames
+from .._torch_compat import fsdp_module_class, pass_over_frames, splits_backward
 from ..comm._clip import checked_norms, clip_, norm_over
 from ..comm._comm import CommCount
 from ._by_hand import UnshardHandle, begin_unshard, reshard, units_at_rest, units_below
 from ._full_params import full_params
 from ._norms import norm_parts
+from ._piece_tensors import zero_bubble
 from ._unit import Unit
 
 _classes: WeakValueDictionary[type, type] = WeakValueDictionary()
@@ -36,7 +42,9 @@ def sharded_class(cls: type[nn.Module]) -> Any:
     made = _classes.get(cls)
     if made is None:
         pass_over_frames(ShardedModule.__call__, _run)
-        made = _classes[cls] = type(f"Sharded{cls.__name__}", (ShardedModule, cls), {})
+        bases = (ShardedModule, cls, fsdp_module_class())
+        # transformers writes the class's name without this prefix into a model's config.
+        made = _classes[cls] = type(f"FSDP{cls.__name__}", bases, {})
     return made
 
 
@@ -118,6 +126,7 @@ class ShardedModule(nn.Module):
             With `async_op`, a handle whose `wait()` shows the parameters; None otherwise.
         """
         is_async = checked_flag(async_op, "unshard")
+        _refuse_zero_bubble(sys._getframe(1))
         handle = begin_unshard(self._flat_param)
         if not is_async:
             handle.wait()
@@ -139,17 +148,31 @@ class ShardedModule(nn.Module):
     ) -> None:
         """Set whether backward passes reduce gradients; `no_sync` does this temporarily.
 
-        Raises:
-            StateError: `recurse` is False, or the module is not the outermost unit: the units of a
-                tree reduce together.
+        The units of a tree reduce together: a backward raises if some reduce and others do not.
         """
-        name = "set_requires_gradient_sync"
-        if self._flat_param.name or not recurse:
-            raise StateError(
-                f"flat_param.{name}: called for one unit alone, but the units of a tree sum their "
-                "gradients together. Call it on the outermost module, with recurse."
-            )
-        self._flat_param.schedule.sync = checked_flag(requires_gradient_sync, name)
+        reduces = checked_flag(requires_gradient_sync, "set_requires_gradient_sync")
+        for unit in self._units(recurse):
+            unit.syncs = reduces
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accept what pipelines set: here, every backward waits for its own reductions."""
+        checked_flag(is_last_backward, "set_is_last_backward")
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether this unit's parameters are gathered for backward.
+
+        Pass False only if backward reads none of them, as in a unit of an embedding: reading freed
+        parameters ends the process, as with FSDP2.
+        """
+        unshards = checked_flag(unshard_in_backward, "set_unshard_in_backward")
+        self._flat_param.unshards_in_backward = unshards
+
+    def _get_fsdp_state(self) -> NoReturn:
+        name = sys._getframe(1).f_code.co_name
+        raise StateError(
+            f"flat_param.{name}: a method of FSDP2's modules that {type(self).__name__} does not "
+            "have. See ShardedModule for its methods, or use torch.distributed.fsdp.fully_shard."
+        )
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether full parameters are freed between forward and backward.
@@ -358,6 +381,13 @@ class ShardedModule(nn.Module):
             f"flat_param.fully_shard: {type(self).__name__} cannot be pickled, but a sharded "
             "module holds process groups. Save its state_dict(), or use save_sharded."
         )
+
+
+def _refuse_zero_bubble(frame: Any) -> None:
+    """Refuse a pipeline that splits backwards, on every rank, when it unshards its stages."""
+    is_pipeline = frame.f_globals.get("__name__") == "torch.distributed.pipelining.schedules"
+    if is_pipeline and splits_backward(frame.f_locals.get("self")):
+        raise zero_bubble()
 
 
 def checked_flag(value: object, function: str) -> bool:

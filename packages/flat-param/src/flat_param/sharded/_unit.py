@@ -44,6 +44,8 @@ class Unit:
         is_unsharded: whether every leaf may be read.
         frees_after_forward: whether it is resharded between forward and backward.
         frees_after_backward: whether it is resharded after backward; None: see `Schedule._release`.
+        unshards_in_backward: whether backward gathers it.
+        syncs: whether backward reduces its gradients.
         reduction: how its gradients are reduced.
         forward_prefetch: units that are gathered when its forward begins; empty for the default.
         backward_prefetch: the same for its backward.
@@ -80,6 +82,7 @@ class Unit:
         self.grads: tuple[ShardedGrads, ...] = ()
         self.frees_after_forward = True
         self.frees_after_backward: bool | None = None
+        self.unshards_in_backward = self.syncs = True
         self.reduction = Reduction()
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] = ()

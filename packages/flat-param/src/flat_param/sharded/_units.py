@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import ParameterError, StateError
-from .._torch_compat import without_torch_function
+from .._torch_compat import set_pipeline_state, without_torch_function
 from ..buffers._dtensors import check_places, local_of, place_of_dtensor
 from ..buffers._overlap import check_apart
 from ..buffers._owners import (
@@ -145,7 +147,14 @@ def fully_shard(
     for each in modules:
         each.__class__ = sharded_class(type(each))
         object.__setattr__(each, "_flat_param", unit)
+        set_pipeline_state(each, partial(_reduce_accumulated, weakref.ref(each)))
     return module
+
+
+def _reduce_accumulated(module_ref: weakref.ref[nn.Module]) -> None:
+    module: Any = module_ref()
+    if module is not None:
+        module._flat_param.schedule.reduce_accumulated()
 
 
 def _join(unit: Unit, planned: _UnitPlan) -> None:
