@@ -34,7 +34,7 @@ from ._checkpointed import (
 from ._elsewhere import recomputed_in, said_of
 from ._helps import what_helps
 from ._intervals import Steps, marked
-from ._levels import HIDDEN_AWAY, KEEPING, KEEPS, LEVELS, RECOMPUTES, Region, RegionFit
+from ._levels import HIDDEN_AWAY, KEEPING, KEEPS, LEVELS, RECOMPUTES, Candidate, RegionFit
 from ._link import Hidden, hidden_by
 from ._measure import Interval, Marks, highest
 from ._progress import Progress
@@ -282,9 +282,9 @@ class _Search:
             )
         modules, ran = dict(regions), list(operators.of)
         alike = {kind_of(modules[path]): operators.of[path] for path in reversed(ran)}
-        self._regions = [_region(path, modules[path], operators.of[path]) for path in ran]
+        self._regions = [_candidate(path, modules[path], operators.of[path]) for path in ran]
         self._idle = [
-            _region(path, module, alike.get(kind_of(module), ()))
+            _candidate(path, module, alike.get(kind_of(module), ()))
             for path, module in regions
             if path not in operators.of
         ]
@@ -480,7 +480,7 @@ def _why_little(
     return ""
 
 
-def _put(region: Region, level: int, warns: bool) -> RegionFit:
+def _put(region: Candidate, level: int, warns: bool) -> RegionFit:
     does = region.at(level)
     release(region.module)
     if does.policy is None:
@@ -495,8 +495,8 @@ def _put(region: Region, level: int, warns: bool) -> RegionFit:
     return does
 
 
-def _region(path: str, module: nn.Module, operators: Iterable[Any]) -> Region:
-    return Region(
+def _candidate(path: str, module: nn.Module, operators: Iterable[Any]) -> Candidate:
+    return Candidate(
         path,
         module,
         operators=tuple(operators),

@@ -53,8 +53,8 @@ class RegionFit:
 
 
 @dataclass(frozen=True)
-class Region:
-    """A module, and facts from a plain step.
+class Candidate:
+    """A module whose level is chosen, and facts from a plain step.
 
     Attributes:
         path: of the module.
