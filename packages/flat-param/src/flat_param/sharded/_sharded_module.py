@@ -15,7 +15,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
@@ -26,13 +26,21 @@ from torch import Tensor, nn
 
 from .._errors import StateError
 from .._torch_compat import fsdp_module_class, pass_over_frames, splits_backward
-from ..comm._clip import checked_norms, clip_, norm_over
+from ..buffers._dtensors import place_of_dtensor
+from ..comm._clip import Spread, checked_norms, clip_, norm_over, spread_of
 from ..comm._comm import CommCount
-from ._by_hand import UnshardHandle, begin_unshard, reshard, units_at_rest, units_below
-from ._full_params import full_params
-from ._norms import norm_parts
-from ._piece_tensors import zero_bubble
-from ._unit import Unit
+from ..comm._groups import CommGroups
+from .tensor._param_piece import piece_of
+from .tensor._piece_tensors import plain, zero_bubble
+from .unit._by_hand import (
+    UnshardHandle,
+    begin_unshard,
+    full_params,
+    reshard,
+    units_at_rest,
+    units_below,
+)
+from .unit._unit import Unit
 
 _classes: WeakValueDictionary[type, type] = WeakValueDictionary()
 
@@ -324,7 +332,7 @@ class ShardedModule(nn.Module):
         """
         max_norm, norm_type = checked_norms(max_norm, norm_type)
         own, params = self._flat_param, {id(each): each for each in self._all_params()}.values()
-        norm = norm_over(norm_parts(params, ignored=own.ignored, comms=own.comms), norm_type)
+        norm = norm_over(_norm_parts(params, ignored=own.ignored, comms=own.comms), norm_type)
         clip_([each.grad for each in params if each.grad is not None], norm, max_norm)
         return norm
 
@@ -381,6 +389,22 @@ class ShardedModule(nn.Module):
             f"flat_param.fully_shard: {type(self).__name__} cannot be pickled, but a sharded "
             "module holds process groups. Save its state_dict(), or use save_sharded."
         )
+
+
+def _norm_parts(
+    params: Iterable[Tensor], *, ignored: Sequence[Tensor], comms: CommGroups
+) -> Iterator[tuple[Spread, Spread, Tensor | None]]:
+    """Gradients for `norm_over`. Each rank has separate ones of `ignored` parameters."""
+    known = set(map(id, ignored))
+    for param in params:
+        piece, grad = piece_of(param), param.grad
+        if piece is not None:  # without elements a rank may have no gradient, and takes part
+            yield piece.spread, (), None if grad is None else plain(grad)
+        elif grad is not None or id(param) in known:
+            place = place_of_dtensor(param)
+            local = grad if grad is None or place is None else place.local_of_grad(grad)
+            beside = (comms.reduce, comms.replicate) if id(param) in known else ()
+            yield spread_of(place, comms.log), beside, local
 
 
 def _refuse_zero_bubble(frame: Any) -> None:

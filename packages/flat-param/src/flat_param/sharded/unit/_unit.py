@@ -16,17 +16,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from .._errors import StateError
-from .._torch_compat import will_run, without_torch_function
-from ..buffers._owners import Owner
-from ..comm._capturing import is_capturing
-from ..comm._comm import Pending
-from ..comm._groups import CommGroups
-from ..layout._options import UnitOptions
-from ._first_step import mark_shown
-from ._param_piece import ParamPiece
+from ..._errors import StateError
+from ..._torch_compat import will_run, without_torch_function
+from ...buffers._owners import Owner
+from ...comm._capturing import is_capturing
+from ...comm._comm import Pending
+from ...comm._groups import CommGroups
+from ...layout._options import UnitOptions
+from ..tensor._param_piece import ParamPiece, mark_shown
+from ..tensor._piece_tensors import outside_unit
 from ._param_sites import ParamSite, ParamSites
-from ._piece_tensors import outside_unit
 from ._sharded_grads import Reduction, ShardedGrads
 from ._sharded_params import ShardedParams
 

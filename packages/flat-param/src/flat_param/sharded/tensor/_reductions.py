@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._errors import CommError, ParameterError, StateError
-from .._torch_compat import norms_of, without_torch_function
-from ..comm._comm import Communicator
+from ..._errors import CommError, ParameterError, StateError
+from ..._torch_compat import norms_of, without_torch_function
+from ...comm._comm import Communicator
 from ._param_piece import JoinedPieces, ParamPiece, piece_of
 
 MAX, MIN, SUM = dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.SUM

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._errors import FlatParamError
-from ..buffers._views import memory_order
-from ._by_hand import put_to_rest
+from ..._errors import FlatParamError
+from ...buffers._views import memory_order
+from ..tensor._piece_tensors import plain
+from ..unit._by_hand import put_to_rest
+from ..unit._param_sites import ParamSite
+from ..unit._unit import Unit
 from ._optim_state import refuse_one_rank
-from ._param_sites import ParamSite
-from ._piece_tensors import plain
-from ._unit import Unit
 
 
 def install_module_hooks(module: nn.Module, unit: Unit) -> None:

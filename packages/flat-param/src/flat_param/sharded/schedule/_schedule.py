@@ -36,17 +36,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._errors import StateError
-from .._torch_compat import at_end_of_backward
-from ..comm._buffer_pool import BufferPool
-from ..comm._capturing import refuse_capture
-from ..comm._comm import CommLog
+from ..._errors import StateError
+from ..._torch_compat import at_end_of_backward
+from ...comm._buffer_pool import BufferPool
+from ...comm._capturing import refuse_capture
+from ...comm._comm import CommLog
+from ..tensor._nested import cast_floats, hook_nodes, tensors_in
+from ..unit._sharded_grads import ShardedGrads
+from ..unit._strays import look_for_strays
+from ..unit._unit import Unit
 from ._order import publish
 from ._passes import BackwardPass, ForwardPass, Pass, UnitBackward, UnitForward
-from ._sharded_grads import ShardedGrads
-from ._strays import look_for_strays
-from ._tensors import cast_floats, hook_nodes, tensors_in
-from ._unit import Unit
 
 
 class Schedule:

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._errors import FlatParamError, ParameterError, StateError
-from .._torch_compat import allow_foreach, without_torch_function
-from ..buffers._views import memory_order
+from ..._errors import FlatParamError, ParameterError, StateError
+from ..._torch_compat import allow_foreach, without_torch_function
+from ...buffers._views import memory_order
 from ._param_piece import PIECE, JoinedPieces, ParamPiece, piece_of
 from ._piece_functions import ALONG_ROWS, ELEMENTWISE_FUNCTIONS, FILLS, JOINS, NORMS, QUESTIONS
 from ._reductions import (
@@ -95,7 +95,7 @@ def _follow_optimizer(frame: Any) -> None:
     """
     if frame.f_code.co_name == "add_param_group":
         # By name: that module imports this one.
-        state: Any = import_module(f"{__package__}._optim_state")
+        state: Any = import_module("flat_param.sharded.state._optim_state")
         state.follow(frame.f_locals.get("self"))
 
 

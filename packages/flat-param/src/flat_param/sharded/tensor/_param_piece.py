@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..buffers._dtensors import DTensorPlace
-from ..buffers._views import memory_order, outer_first
-from ..comm._clip import Spread
-from ..comm._comm import Communicator
-from ..layout._boundary import Cut
-from ..layout._shard import ShardPlan
-from ..layout._spec import ParamSpec, contiguous_stride
+from ...buffers._dtensors import DTensorPlace
+from ...buffers._views import memory_order, outer_first
+from ...comm._clip import Spread
+from ...comm._comm import Communicator
+from ...layout._boundary import Cut
+from ...layout._shard import ShardPlan
+from ...layout._spec import ParamSpec, contiguous_stride
 from ._extent import Extent
 
 if TYPE_CHECKING:
@@ -33,6 +33,16 @@ def piece_of(tensor: Any) -> ParamPiece | None:
     """The piece that a tensor is; None if it is not sharded."""
     piece: ParamPiece | None = getattr(tensor, PIECE, None)
     return piece
+
+
+def mark_replaced(param: Tensor, *, name: str) -> None:
+    """Mark a parameter that was replaced in its module."""
+    param._flat_param_replaced = name  # type: ignore[attr-defined]  # our own mark
+
+
+def mark_shown(leaf: Tensor, *, label: str) -> None:
+    """Mark a full parameter that `unshard` shows, whose updates are lost when it is resharded."""
+    leaf._flat_param_shown = label  # type: ignore[attr-defined]  # our own mark
 
 
 @dataclass(eq=False)

@@ -19,9 +19,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from .._errors import StateError
-from ..buffers._dtensors import is_dtensor
-from ._param_piece import piece_of
+from ..._errors import StateError
+from ...buffers._dtensors import is_dtensor
+from ..tensor._param_piece import piece_of
 from ._unit import Unit
 
 _registrations = [0]

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._errors import StateError
-from .._torch_compat import without_torch_function
-from ..buffers._dtensors import is_dtensor
-from ..buffers._views import memory_order
-from ._param_piece import ParamPiece, piece_of
-from ._piece_tensors import Piece, as_piece, plain, present
-from ._tensors import tensors_in
+from ..._errors import StateError
+from ..._torch_compat import without_torch_function
+from ...buffers._dtensors import is_dtensor
+from ...buffers._views import memory_order
+from ..tensor._nested import tensors_in
+from ..tensor._param_piece import ParamPiece, piece_of
+from ..tensor._piece_tensors import Piece, as_piece, plain, present
 
 _LIBRARIES = ("torch.", "accelerate.", "transformers.", "peft.")
 
