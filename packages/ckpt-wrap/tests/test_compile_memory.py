@@ -78,7 +78,7 @@ CASES += [(SLOW, "model.compile()", "checkpoint_")]
 # The other cases run the same code in another combination.
 DAILY = {(QUICK, how, "checkpoint_") for how in HOW}
 DAILY |= {(QUICK, "model.compile()", way) for way in WAYS}
-DAILY |= {(QUICK, "eager", "context_fn"), (SLOW, "block.compile()", "checkpoint_")}
+DAILY |= {(QUICK, "eager", "context_fn")}
 CASES = [pytest.param(*case, marks=[] if case in DAILY else pytest.mark.nightly) for case in CASES]
 
 
@@ -188,7 +188,7 @@ def _compiled(model, how):
         ("item", "block.compile()"),
         ("buffer replaced and read", "model.compile()"),
         ("item", "step"),
-        ("buffer replaced and read", "step"),
+        pytest.param("buffer replaced and read", "step", marks=pytest.mark.nightly),
     ],
 )
 def test_graph_break_does_not_act_twice(kind, how, wrap):

@@ -133,6 +133,9 @@ def test_rule_selects_by_name_and_module():
     assert {type(block) for block in model.decoder} == {Layer}
     assert checkpoint_layers_(model, lambda name, _: {} if name == "head" else None) == ("head",)
     unwrap(model)
+    names = ("encoder.layer.0", "encoder.layer.2", "decoder.1")
+    assert checkpoint_layers_(model, _is_layer, every=2) == names
+    unwrap(model)
     assert {type(block) for block in model.encoder["layer"]} == {Layer}
     assert type(model.head) is nn.Linear
 
