@@ -40,6 +40,16 @@ def pair() -> nn.Sequential:
     return nn.Sequential(*convolution())
 
 
+def hooked() -> nn.Sequential:
+    """Hooks of the model and of its layers change values; the first layers are frozen."""
+    model = flat()
+    model[:4].requires_grad_(False)
+    model.register_forward_pre_hook(lambda module, given: (given[0] * 0.9,))
+    model[8].register_forward_hook(lambda module, given, out: out * 1.1)
+    model[9].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+    return model
+
+
 class Features(nn.Module):
     """Layers with batch norm and dropout; all share one activation. A head follows."""
 
@@ -116,7 +126,8 @@ def test_flat_sequential_needs_no_more_than_with_checkpoint_sequential() -> None
 
 
 @pytest.mark.parametrize(
-    ("make", "share"), [(flat, 0.68), (flat, 0.8), (nested, 0.68), (Features, 0.55)]
+    ("make", "share"),
+    [(flat, 0.68), (flat, 0.8), (nested, 0.68), (hooked, 0.75), (Features, 0.55)],
 )
 def test_segments_train_bit_identically_and_undo_leaves_nothing(make: Any, share: float) -> None:
     plain, model = made(make), made(make)
