@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from sac_policies import fit_
 from sac_policies.budget import InPlaceFit
+from sac_policies.budget._step import Step
 
 from ._fitted import own_forwards, peak_growth
 
@@ -38,6 +40,16 @@ def nested() -> nn.Sequential:
 def pair() -> nn.Sequential:
     """A list of two layers."""
     return nn.Sequential(*convolution())
+
+
+def hooked() -> nn.Sequential:
+    """Hooks of the model and of its layers change values; the first layers are frozen."""
+    model = flat()
+    model[:4].requires_grad_(False)
+    model.register_forward_pre_hook(lambda module, given: (given[0] * 0.9,))
+    model[8].register_forward_hook(lambda module, given, out: out * 1.1)
+    model[9].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+    return model
 
 
 class Features(nn.Module):
@@ -116,7 +128,8 @@ def test_flat_sequential_needs_no_more_than_with_checkpoint_sequential() -> None
 
 
 @pytest.mark.parametrize(
-    ("make", "share"), [(flat, 0.68), (flat, 0.8), (nested, 0.68), (Features, 0.55)]
+    ("make", "share"),
+    [(flat, 0.68), (flat, 0.8), (nested, 0.68), (hooked, 0.75), (Features, 0.55)],
 )
 def test_segments_train_bit_identically_and_undo_leaves_nothing(make: Any, share: float) -> None:
     plain, model = made(make), made(make)
@@ -136,19 +149,22 @@ def test_nothing_is_left_if_no_division_fits() -> None:
     assert own_forwards(model) == []
 
 
-def test_error_in_a_segment_restores_the_forward() -> None:
-    class Refuses(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            calls.append(None)
-            if len(calls) > allowed:
-                raise RuntimeError("no more")
-            return x
+def test_error_in_a_measured_step_restores_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any step, also in those of the segments."""
+    run, left = Step._run, itertools.repeat(True)
 
-    allowed, calls = 10**6, list[None]()
-    model = nn.Sequential(*made(flat), Refuses())
+    def refusing(step: Step, *given: Any) -> None:
+        if next(left, None) is None:
+            raise RuntimeError("no more")
+        counted.append(None)
+        run(step, *given)
+
+    monkeypatch.setattr(Step, "_run", refusing)
+    model, counted = made(flat), list[None]()
     assert not fit_(model, IMAGES, 1)
-    for allowed in range(1, len(calls)):  # noqa: B007  # read by the module
-        calls.clear()
+    assert len(counted) > 8
+    for allowed in range(len(counted)):
+        left = itertools.repeat(True, allowed)
         with pytest.raises(RuntimeError, match="no more"):
             fit_(model, IMAGES, 1)
         assert own_forwards(model) == []

@@ -38,12 +38,12 @@ class RegionFit:
     """The level of one region of the model.
 
     Attributes:
-        path: of the module.
+        path: of the module, or of consecutive children of an `nn.Sequential`: "features.0-5".
         level: "keeps everything", "keeps matmuls" (also attention and convolutions) or "recomputes
             everything"; on accelerators also "offloads inputs" and "offloads what hides", which
             recompute the rest.
         policy: for `checkpoint`; None for "keeps everything".
-        kind: name of the module's class.
+        kind: name of the module's class; "Segment" for consecutive children.
     """
 
     path: str
