@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -211,6 +212,37 @@ class Around(Stack):
         return {"scores": self.head(x)}
 
 
+def test_infeasible_names_the_cause() -> None:
+    """A model without blocks is one block; blocks that nobody calls save nothing."""
+    one = fit_(nn.Linear(8, 8), ROWS, "60%")
+    assert "Linear has no modules that repeat and have parts" in str(one)
+    around = fit_(Around(), ROWS, "50%")
+    assert isinstance(around, Infeasible)
+    assert around.cause == "None of the 4 blocks was called as a module or by its forward"
+    assert f"more. {around.cause}. Raise" in str(around)
+    assert fit_(stack(), BATCH, 1).cause == ""
+
+
+def test_each_measured_step_is_a_line_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its number, what blocks do, its peak and seconds; not if quiet."""
+    fit_(stack(), BATCH, "60%")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    fit_(stack(), BATCH, "60%", quiet=True)
+    assert capsys.readouterr().err == ""
+    found = fit_(stack(), BATCH, "60%")
+    out, told = capsys.readouterr()
+    assert out == ""
+    lines = told.splitlines()
+    assert all(re.fullmatch(r"fit_: step \d, .*, \d+\.\d s", line) for line in lines)
+    assert lines[0].startswith("fit_: step 1, which finds blocks, ")
+    size = f"{found.plain_bytes / 1024**2:.2f} MiB"
+    assert any(f"each block keeps everything, {size}, " in line for line in lines)
+    assert f", {found.peak_bytes / 1024**2:.2f} MiB, " in lines[-1]
+
+
 def test_blocks_that_nobody_calls_cannot_be_checkpointed() -> None:
     """The smallest peak is then that of a plain step."""
     model = Around()
@@ -226,6 +258,9 @@ def test_blocks_that_nobody_calls_cannot_be_checkpointed() -> None:
         (lambda: fit_(len, ROWS, "50%"), "model <built-in function len> is a"),  # type: ignore[arg-type]
         (lambda: fit_(stack(), ROWS, "half"), "size 'half' does not parse"),
         (lambda: fit_(stack(), ROWS, 1.5), "budget 1.5 is a fraction, but"),
+        (lambda: fit_(stack(), ROWS, 60.0), 'Write "60%" for percent'),
+        (lambda: fit_(stack(), ROWS, 60), 'Write "60%" for a share of the plain step'),
+        (lambda: fit_(stack(), [ROWS], "60%"), "a list, which is passed to it as one argument"),
         (lambda: fit_(stack(), DataLoader([1]), "50%"), "Pass next(iter(loader))"),  # type: ignore[arg-type]
         (lambda: fit_(stack(), ROWS, "50%", loss=3), "loss 3 is a int"),  # type: ignore[arg-type]
         (

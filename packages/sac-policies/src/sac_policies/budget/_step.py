@@ -408,7 +408,7 @@ class Limit:
         self._is_device = isinstance(budget, str) and budget == "device"
         if type(budget) is int and budget in _PERCENT:
             raise BudgetError(
-                f"sac_policies.fit_: budget {budget} is {budget} bytes, less than any step takes. "
+                f"sac_policies.fit_: budget {budget} is {budget} bytes, but a step takes more. "
                 f'Write "{budget}%" for a share of the plain step, or "{budget} GiB".'
             )
         for each, what in ((0 if self._is_device else budget, "budget"), (reserve, "reserve")):
