@@ -29,7 +29,24 @@ LORA: list[Claim] = [("lora", "Llama")]
 TRACKED: list[Claim] = [("tracked", "Llama", over) for over in ("ddp", "fsdp2", "zero3")]
 ACCELERATE: list[Claim] = [("by_accelerate", "Llama")]
 LIGHTNING: list[Claim] = [("by_lightning", "Llama")]
+SCHEDULES = (
+    *("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS"),
+    "ScheduleInterleavedZeroBubble",
+)
+LIBRARIES: list[Claim] = [
+    *(("pipeline", name) for name in SCHEDULES),
+    *(("accelerate_plugin", kind) for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT")),
+    ("accelerate_alone",),
+    ("trainer", "fsdp2"),
+    ("trainer", "alone"),
+    ("lightning_resume", "shards"),
+    ("lightning_resume", "file"),
+    ("peft_adapters", "lora"),
+    ("peft_adapters", "dora"),
+    ("save_pretrained",),
+]
 CLAIMS = LAYERS + SHARDED_LAYERS + SHARDING + SAVING + LORA + TRACKED + ACCELERATE + LIGHTNING
+CLAIMS += LIBRARIES
 worlds = pytest.mark.parametrize("world", [1, 2, 3])
 
 

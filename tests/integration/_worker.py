@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from _cases import case_of
 from _checks import assert_same, tensors_of
+from _libraries import JOBS as LIBRARIES
 from _models import VOCABULARY
 from _pytest.outcomes import Skipped
 from _ranks import CLAIMS, Claim
@@ -224,7 +225,7 @@ def by_lightning(name: str) -> None:
 JOBS: dict[str, Callable[..., None]] = {
     job.__name__: job
     for job in (layers, sharding, saving, lora, tracked, by_accelerate, by_lightning)
-}
+} | LIBRARIES
 
 
 def outcome_of(claim: Claim, folder: Path) -> str:

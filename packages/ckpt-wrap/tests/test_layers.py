@@ -133,6 +133,9 @@ def test_rule_selects_by_name_and_module():
     assert {type(block) for block in model.decoder} == {Layer}
     assert checkpoint_layers_(model, lambda name, _: {} if name == "head" else None) == ("head",)
     unwrap(model)
+    names = ("encoder.layer.0", "encoder.layer.2", "decoder.1")
+    assert checkpoint_layers_(model, _is_layer, every=2) == names
+    unwrap(model)
     assert {type(block) for block in model.encoder["layer"]} == {Layer}
     assert type(model.head) is nn.Linear
 
@@ -234,3 +237,9 @@ def test_scripted_blocks_name_the_way_that_works():
     for _ in range(3):  # the first runs of TorchScript differ in the last bit
         expected, found = _gradients(plain), _gradients(model)
     assert all(map(torch.allclose, expected, found))
+
+
+def test_flat_sequential_without_blocks_is_told_to_make_some():
+    """A rule would select single layers, which save nothing."""
+    with pytest.raises(ModuleError, match="Make blocks of consecutive layers"):
+        checkpoint_layers_(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))

@@ -329,7 +329,7 @@ def test_a_large_buffer_that_forward_reads_is_not_copied(wrap):
     wrapped = wrap(Reads())
     counted = _runs(wrapped)
     x = torch.randn(2, 8, requires_grad=True)
-    with torch.profiler.profile(record_shapes=True) as profile:
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:
         loss = wrapped(x).sum()
     clones = [event.input_shapes for event in profile.events() if event.name == "aten::clone"]
     assert not [shapes for shapes in clones if shapes[0] == [LARGE]]

@@ -211,7 +211,7 @@ def test_two_backward_threads_read_each_storage_once(monkeypatch):
             assert sum(s.copies_in for s in stats) <= sum(s.copies_out for s in stats)
             assert sum(s.bytes_away for s in stats) == 0
     assert all(same(results[0], result) for result in results[1:])
-    order = _offload_scheduler.scheduler_for(OffloadOptions()).order
+    order = _offload_scheduler.scheduler_for(OffloadOptions("offload_")).order
     assert not [entry for entry in order._leaving if entry.ref() is not None]
 
 

@@ -41,16 +41,15 @@ def assert_refused(loss, name="up.weight"):
         loss.backward()
 
 
-@pytest.mark.parametrize("name", ["up.weight", "down.bias"])
-def test_a_parameter_changed_since_forward_is_refused(wrap, name):
-    """Refused whether plain autograd saves the parameter (a weight) or not (a bias)."""
+def test_a_parameter_changed_since_forward_is_named(wrap):
+    """The error says why, and what to do."""
     module = wrap(TwoLinears())
     loss = module(given()).sum()
-    change(module, name)
+    change(module)
     with pytest.raises(RecomputeError) as caught:
         loss.backward()
     assert str(caught.value) == (
-        f"ckpt_wrap.checkpoint_: parameter '{name}' of module TwoLinears was changed "
+        "ckpt_wrap.checkpoint_: parameter 'up.weight' of module TwoLinears was changed "
         "in place since its forward started, and recomputation with other values gives another "
         "gradient. Step the optimizer after backward, and do not checkpoint a module whose forward "
         "writes its parameters, such as nn.Embedding with max_norm."

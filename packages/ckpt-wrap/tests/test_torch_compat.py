@@ -36,20 +36,6 @@ def test_a_saved_tensor_is_version_checked_and_seen_by_hooks(save):
     assert torch.equal(saved.unpack(), tensor * 3)
 
 
-def test_without_dynamo_names_frames_stay_as_they_are(monkeypatch):
-    """The public function detects export, and the decorators return the function unchanged."""
-    monkeypatch.delattr(torch.compiler, "_is_exporting_flag")
-    monkeypatch.setattr(torch._C, "_dynamo", None)
-    assert compat._find_is_exporting() is torch.compiler.is_exporting
-    monkeypatch.setattr(compat, "_skip_frames", compat._find_skip_frames())
-    for decorate in (compat.never_compiled, compat.never_compiled_inside):
-        assert decorate(contexts_off) is contexts_off
-
-
-def contexts_off():
-    """A function to decorate."""
-
-
 def test_missing_private_names_leave_the_fallbacks(monkeypatch):
     """Without torch's private names, the finders return the public versions."""
     monkeypatch.delattr(torch._C._autograd, "_make_saved_tensor", raising=False)

@@ -256,6 +256,7 @@ for flat in (False, True):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.nightly
 def test_memory_of_the_process_does_not_grow_with_flattened_models() -> None:
     """Four models, flattened and deleted: at most 16 MiB more than without `flatten`.
 

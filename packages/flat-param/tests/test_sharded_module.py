@@ -143,9 +143,11 @@ def test_units_may_be_listed_in_any_way(
 
 
 CHOICES = (
+    "set_is_last_backward",
     "set_requires_gradient_sync",
     "set_requires_all_reduce",
     "set_reshard_after_backward",
+    "set_unshard_in_backward",
     "unshard",
 )
 

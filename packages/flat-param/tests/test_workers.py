@@ -16,7 +16,11 @@ CLAIMS = {
     path.stem: re.findall(r"^def check_(\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE)
     for path in sorted(WORKERS.glob("*.py"))
 }
-NIGHTLY = {"offloaded": [(2,)], "parallel_checkpoints": [(4, 1)]}
+NIGHTLY = {
+    "offloaded": [(2,)],
+    "beside_units": [(4, 2)],
+    "parallel_checkpoints": [(4, 1), (4, 2)],
+}
 RUNS: dict[str, list[tuple[int, ...]]] = {
     **{script: [(2,)] for script, claims in CLAIMS.items() if claims},
     "four_ranks": [(4,)],
@@ -55,7 +59,7 @@ def test_claim_holds_on_every_rank(
         assert not result[claim], f"rank {rank}: {result[claim]}"
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", [1, 3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_checkpoint_loads_on_other_number_of_ranks(ranks: Any, world: int) -> None:
     """All checks of workers/dcp_resume.py."""
     ranks(2, "dcp_states", timeout_s=400)

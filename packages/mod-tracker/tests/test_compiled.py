@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch._inductor.output_code import CompiledFxGraph
 
 from mod_tracker import (
     StateError,
@@ -90,17 +91,47 @@ class Helped(nn.Module):
         return self.helper(x, self.weight)
 
 
-def test_compiled_function_is_noted_with_its_module(x):
-    """Without products and in inference, when it is compiled and later."""
-    model = nn.Sequential(Helped("inductor"), nn.Linear(4, 4))
-    call = vars(CompiledFxGraph)["__call__"]
-    for report_of in (profile_flops, profile_memory, partial(trace, memory=True), profile_flops):
+REPORTS = (profile_flops, profile_memory, partial(trace, memory=True))
+
+
+def check_notes(model, x):
+    """Check that each report names the part that calls compiled code, in inference."""
+    for report_of in REPORTS:
         with torch.no_grad(), report_of() as report:
             model(x)
         assert report.notes[0].startswith("compiled functions ran in Sequential.0; ")
+    with torch.no_grad(), profile_flops() as report:
+        model(x)
     with pytest.raises(StateError, match=r"Sequential\.0 ran compiled"):
         report.mfu(1e12, 1.0)
+
+
+@pytest.mark.nightly
+def test_function_of_the_inductor_is_noted_with_its_module(x):
+    """Without products and in inference, when it is compiled and later."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    call = vars(CompiledFxGraph)["__call__"]
+    check_notes(nn.Sequential(Helped("inductor"), nn.Linear(4, 4)), x)
     assert vars(CompiledFxGraph)["__call__"] is call
+
+
+def test_compiled_code_is_noted_with_its_module(monkeypatch, x):
+    """The inductor's class, and this one in its place, is patched inside a report only."""
+
+    class CompiledFxGraph:
+        def __call__(self, inputs):
+            return inputs
+
+    class Calls(nn.Module):
+        def forward(self, x):
+            return graph([x])[0]
+
+    graph, call = CompiledFxGraph(), CompiledFxGraph.__call__
+    loaded = SimpleNamespace(CompiledFxGraph=CompiledFxGraph)
+    monkeypatch.setitem(sys.modules, "torch._inductor.output_code", loaded)
+    check_notes(nn.Sequential(Calls(), nn.Linear(4, 4)), x)
+    assert CompiledFxGraph.__call__ is call
 
 
 @pytest.mark.parametrize("report_of", [profile_flops, profile_memory])

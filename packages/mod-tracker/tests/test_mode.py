@@ -330,6 +330,7 @@ with mod_tracker.profile_memory(layer):
 """
 
 
+@pytest.mark.nightly
 def test_first_report_of_a_process_keeps_nothing():
     """torch loads its compiler for a mode; this happens where no stack frame holds a tensor."""
     subprocess.run([sys.executable, "-c", FIRST], check=True, timeout=300)

@@ -289,9 +289,15 @@ def test_checkpointed_function_without_modules_takes_its_time(clock, use_reentra
 def test_checkpoint_is_patched_inside_the_block_only(x):
     kinds = (torch_checkpoint.CheckpointFunction, torch_checkpoint._recomputation_hook)
     before = [dict(vars(kind)) for kind in kinds]
-    outer, inner = ModTracker(), ModTracker()
-    with outer:
-        with inner:
-            assert [dict(vars(kind)) for kind in kinds] != before
-        checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
+    outer, inner, heard = ModTracker(), ModTracker(), []
+    torch.autograd.graph.recompute_callbacks = (heard.append,)  # another library's
+    try:
+        with outer:
+            with inner:
+                assert [dict(vars(kind)) for kind in kinds] != before
+            checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
+        assert torch.autograd.graph.recompute_callbacks == (heard.append,)
+    finally:
+        del torch.autograd.graph.recompute_callbacks
     assert [dict(vars(kind)) for kind in kinds] == before
+    assert heard == [-1, None]

@@ -153,27 +153,41 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 rank, size, store, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-found = {}
-%s
-open(out, "w").write(json.dumps(found))
+results = {}
+for name, source in json.load(open(sys.argv[5])).items():
+    found = results[name] = {}
+    given = {"torch": torch, "dist": dist, "rank": rank, "size": size, "found": found}
+    exec(compile(source, name, "exec"), given)
+open(out, "w").write(json.dumps(results))
 dist.destroy_process_group()
 """
 
 
+@pytest.fixture(scope="session")
+def _all_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """Results by rank and module; one launch runs the workers of all selected modules."""
+    items = [each for each in request.session.items if "ranks" in each.fixturenames]  # type: ignore[attr-defined]
+    sources = {each.module.__name__: each.module.WORKER for each in items}  # type: ignore[attr-defined]
+    return _run_ranks(sources, tmp_path_factory.mktemp("ranks"))
+
+
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def ranks(request: pytest.FixtureRequest, _all_ranks: list[dict[str, Any]]) -> list[Any]:
     """Results of two processes by rank: each runs the module's `WORKER`, which fills `found`."""
-    return _run_ranks(_RANK % request.module.WORKER, tmp_path_factory.mktemp("ranks"))
+    return [each[request.module.__name__] for each in _all_ranks]
 
 
-def _run_ranks(source: str, folder: Path) -> list[Any]:
-    script = folder / "worker.py"
-    script.write_text(source)
+def _run_ranks(sources: dict[str, str], folder: Path) -> list[Any]:
+    script, workers = folder / "worker.py", folder / "workers.json"
+    script.write_text(_RANK)
+    workers.write_text(json.dumps(sources))
     outs = [folder / f"{rank}.json" for rank in range(2)]
     command = [sys.executable, "-W", "error", str(script)]
     running = [
         subprocess.Popen(
-            [*command, str(rank), "2", str(folder / "store"), str(out)],
+            [*command, str(rank), "2", str(folder / "store"), str(out), str(workers)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,

@@ -26,8 +26,10 @@ except BudgetError as error:
     found["error"] = str(error)
 found["largest"] = largest(rank)
 found["first"] = from_first_rank(f"rank {rank}")
+current = torch.accelerator.current_accelerator
 torch.accelerator.current_accelerator = lambda **_: torch.device("meta")
 found["beside an accelerator"] = largest(rank)
+torch.accelerator.current_accelerator = current
 """
 
 

@@ -86,7 +86,10 @@ def kept_bytes(forward: Callable[[], Any]) -> int:
     return sum(seen.values())
 
 
-@pytest.mark.parametrize("how", ["in place", "wrapped"])
+WRAPPED = pytest.param("wrapped", marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("how", ["in place", WRAPPED])
 def test_compiled_blocks_take_three_levels(how: str) -> None:
     """Predictions hold, gradients are unchanged, and all blocks on a level share one graph."""
     model, backend = stack(), Counting()
@@ -114,7 +117,7 @@ def test_compiled_blocks_take_three_levels(how: str) -> None:
     assert backend.graphs - graphs <= 2 + watched
 
 
-@pytest.mark.parametrize("how", ["in place", "wrapped"])
+@pytest.mark.parametrize("how", [pytest.param("in place", marks=pytest.mark.nightly), "wrapped"])
 def test_ten_tagged_blocks_share_their_graphs(how: str) -> None:
     """They save half of the bytes: inputs and matmuls. Undoing restores the first graph."""
     model, backend = stack(10), Counting()
@@ -236,7 +239,11 @@ class Scaled(nn.Module):
         return self.down(y.exp().tanh())
 
 
-@pytest.mark.parametrize("policy", [COSTLY, RECOMPUTE_ALL], ids=["matmuls", "nothing"])
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(COSTLY, marks=pytest.mark.nightly), RECOMPUTE_ALL],
+    ids=["matmuls", "nothing"],
+)
 @pytest.mark.parametrize("way", ["before", "branch", "after", "view", "norm"])
 def test_tags_keep_what_reads_a_written_buffer(way: str, policy: Any) -> None:
     """Gradients and buffers of three steps are those of the eager model."""

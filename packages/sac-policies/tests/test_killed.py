@@ -54,6 +54,7 @@ def main(when: str, saved: str) -> None:
     x.sum().backward()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
 @pytest.mark.parametrize("when", ["fit_", "offload"])
 def test_killed_process_leaves_only_its_checkpoint(when: str, tmp_path: Path) -> None:

@@ -49,6 +49,14 @@ IN_PLACE = [op for op in OPS if op.inplace_variant is not None]
 OUT = [op for op in OPS if op.supports_out and name_of(op) not in OWN_UNDER_A_MODE]
 
 
+def parameters(ops: list[Any]) -> list[Any]:
+    """Every fourth operator; the others run at night."""
+    return [
+        pytest.param(op, id="-".join(name_of(op)), marks=[pytest.mark.nightly] * (at % 4 > 0))
+        for at, op in enumerate(ops)
+    ]
+
+
 @pytest.fixture(autouse=True)
 def _fresh_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
@@ -97,7 +105,7 @@ def are_same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
     )
 
 
-@pytest.mark.parametrize("op", OPS, ids=[f"{op.name}-{op.variant_test_name}" for op in OPS])
+@pytest.mark.parametrize("op", parameters(OPS))
 def test_gradients_are_plain(op: Any) -> None:
     """In a function's first two forwards and in the third, with and without comparison."""
     torch.manual_seed(0)
@@ -188,14 +196,14 @@ def check_variant(make: Any, op: Any) -> None:
             assert are_same(found, plain), (options, sample)
 
 
-@pytest.mark.parametrize("op", IN_PLACE, ids=map("-".join, map(name_of, IN_PLACE)))
+@pytest.mark.parametrize("op", parameters(IN_PLACE))
 def test_in_place_variant_is_plain(op: Any) -> None:
     """The value before the write, the one after it, and the result."""
     torch.manual_seed(0)
     check_variant(in_place, op)
 
 
-@pytest.mark.parametrize("op", OUT, ids=map("-".join, map(name_of, OUT)))
+@pytest.mark.parametrize("op", parameters(OUT))
 def test_out_variant_is_plain(op: Any) -> None:
     """Values before and after each write."""
     torch.manual_seed(0)

@@ -51,13 +51,12 @@ def measured_peak(level: str) -> int:
     return resident + peak_growth(step, device=CPU)
 
 
-@pytest.mark.parametrize("level", [PLAIN, *_POLICIES])
-def test_predicted_peak_is_the_measured_one(level: str) -> None:
+def test_predicted_peaks_are_the_measured_ones() -> None:
     """Estimates on fake tensors are within 2 % of the allocator's peak on the CPU."""
-    found = estimate(
-        SUBJECT, no_workspace(), (4, 512), optimizer="none", dtype=torch.float32
-    ).uniform[level]
-    assert found.peak_bytes == pytest.approx(measured_peak(level), rel=0.02)
+    found = estimate(SUBJECT, no_workspace(), (4, 512), optimizer="none", dtype=torch.float32)
+    for level in (PLAIN, *_POLICIES):
+        predicted = found.uniform[level].peak_bytes
+        assert predicted == pytest.approx(measured_peak(level), rel=0.02), level
 
 
 # One H200, 27 November 2026, torch 2.11, transformers 5.17: a Llama of 1.1B, 2 x 4,096 tokens,
@@ -219,18 +218,18 @@ def test_devices_have_sound_numbers() -> None:
     assert device.copy_seconds(55 * 10**9) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("level", [PLAIN, *_POLICIES])
-def test_largest_step_fits_and_no_larger_one(level: str) -> None:
+def test_largest_step_fits_and_no_larger_one() -> None:
     """Tokens in whole sequences, with all blocks on one level."""
     budget, length = 150 << 20, 64
     options = {"dtype": torch.float32, "budget_bytes": budget}
-    most = estimate(SUBJECT, no_workspace(), (16, length), **options).most_tokens[level]
-    sequences = most // length
-    peaks = [
-        estimate(SUBJECT, no_workspace(), (count, length), **options).uniform[level].peak_bytes
-        for count in (sequences, sequences + 1 + sequences // 50)
-    ]
-    assert peaks[0] <= budget < peaks[1]
+    most = estimate(SUBJECT, no_workspace(), (16, length), **options).most_tokens
+    for level in (PLAIN, "recomputes everything"):
+        sequences = most[level] // length
+        peaks = [
+            estimate(SUBJECT, no_workspace(), (count, length), **options).uniform[level].peak_bytes
+            for count in (sequences, sequences + 1 + sequences // 50)
+        ]
+        assert peaks[0] <= budget < peaks[1], level
 
 
 def test_smallest_device_that_fits_is_printed(capsys: Any) -> None:

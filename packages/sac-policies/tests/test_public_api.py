@@ -22,14 +22,6 @@ def public() -> list[tuple[str, object]]:
     return [(name, getattr(module, name)) for module in modules for name in module.__all__]
 
 
-def test_public_modules_are_loaded_on_request():
-    """They need no import statement."""
-    code = "import sac_policies as p; print(p.reports.Row.__name__, p.budget.Trace.__name__)"
-    command = [sys.executable, "-c", code]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert said.split() == ["Row", "Trace"]
-
-
 def test_public_objects_have_docstrings():
     """Every callable has a docstring."""
     assert [name for name, each in public() if callable(each) and not each.__doc__] == []
@@ -56,38 +48,25 @@ def test_what_others_may_hold_never_changes():
                 setattr(made, field.name, None)
 
 
-def test_import_loads_nothing_but_the_package():
+def test_import_loads_what_is_used_and_nothing_else():
     """After torch and a first backward, which loads more since 2.15: only the standard library.
 
-    Triton, which torch's FLOP formulas import, is loaded by the first trace.
+    Budgets and reports are loaded at first use, without an import statement. Triton, which torch's
+    FLOP formulas import, is loaded by the first trace.
     """
     code = (
         "import sys, torch; torch.ones((), requires_grad=True).backward()\n"
-        "before = set(sys.modules); import sac_policies as p\n"
-        "[getattr(p, name) for name in p.__all__]\n"
-        "print(*sorted(set(sys.modules) - before))"
-    )
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    ).stdout.split()
-    known = {"sac_policies", *sys.stdlib_module_names}
-    assert [name for name in loaded if name.partition(".")[0] not in known] == []
-
-
-def test_what_not_everyone_needs_waits_until_it_is_asked_for():
-    """Checkpointing by a rule imports neither reports nor budgets."""
-    code = (
-        "import sys, sac_policies; early = set(sys.modules)\n"
-        "sac_policies.fit_; print(*sorted(set(sys.modules) - early))\n"
-        "print(*sorted(early))"
+        "before = set(sys.modules); import sac_policies as p; early = set(sys.modules)\n"
+        "p.reports.Row, p.budget.Trace, [getattr(p, name) for name in p.__all__]\n"
+        "print(*sorted(early - before)); print(*sorted(set(sys.modules) - early))"
     )
     lines = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     ).stdout.splitlines()
-    later, early = (set(line.split()) for line in lines)
-    waiting = {"sac_policies.budget", "sac_policies.budget._solve"}
-    assert waiting <= later
-    assert not waiting & early
+    early, later = (line.split() for line in lines)
+    known = {"sac_policies", *sys.stdlib_module_names}
+    assert [name for name in (*early, *later) if name.partition(".")[0] not in known] == []
+    assert {"sac_policies.budget", "sac_policies.reports"} <= set(later)
 
 
 def test_names_that_wait_are_listed_and_others_are_no_attributes():

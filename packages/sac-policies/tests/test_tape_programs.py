@@ -8,7 +8,7 @@ import pytest
 
 from . import _tape_programs as programs
 
-PROGRAMS = 100
+PROGRAMS = 60
 
 
 @pytest.mark.filterwarnings("ignore")

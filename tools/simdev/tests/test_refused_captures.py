@@ -13,7 +13,7 @@ import torch
 from simdev.ranks import on_ranks
 
 import flat_param
-from flat_param.sharded import _schedule
+from flat_param.sharded.schedule import _schedule
 
 OPTIONS = {
     "prefetch": {},

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import flat_param
 from flat_param.comm._clip import norm_over
 from flat_param.comm._comm import CommLog, Communicator
-from flat_param.sharded._reductions import found_inf_anywhere
+from flat_param.sharded.tensor._reductions import found_inf_anywhere
 
 WIDTH, SIZE = 64, 2
 DEVICE = "simdev:0"

@@ -129,10 +129,15 @@ def _found(model: nn.Module, every: int) -> Selected:
         (name, block, {}) for blocks in find_layers(model) for name, block in blocks[::every]
     ]
     if not selected:
+        remedy = (
+            "Make blocks of consecutive layers, each an nn.Sequential"
+            if isinstance(model, nn.Sequential)
+            else "Pass a rule that selects its blocks, such as lambda name, module: "
+            "isinstance(module, Block)"
+        )
         raise ModuleError(
             f"ckpt_wrap.checkpoint_layers_: model {type(model).__name__} has no nn.ModuleList, "
-            "nn.ModuleDict or nn.Sequential with two blocks of one class. Pass a rule that selects "
-            "its blocks, such as lambda name, module: isinstance(module, Block)."
+            f"nn.ModuleDict or nn.Sequential with two blocks of one class. {remedy}."
         )
     return selected
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, InitVar, dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import nn
@@ -193,5 +193,15 @@ def _show_options(kind: Callable[..., Any], function: Any) -> Any:
     _by, *options = inspect.signature(kind).parameters.values()
     own = inspect.signature(function)
     first = next(iter(own.parameters.values()))
-    function.__signature__ = own.replace(parameters=[first, *options])
-    return function
+    shown = own.replace(parameters=[first, *options])
+
+    @wraps(function)
+    def checked(*args: Any, **given: Any) -> Any:
+        try:
+            shown.bind(*args, **given)
+        except TypeError as error:  # it does not name the function
+            raise TypeError(f"ckpt_wrap.{function.__name__}: {error}") from None
+        return function(*args, **given)
+
+    checked.__signature__ = shown  # type: ignore[attr-defined]
+    return checked

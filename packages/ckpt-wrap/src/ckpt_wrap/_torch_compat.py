@@ -1,7 +1,7 @@
 """The only file that uses private names of torch.
 
-Each function looks up torch's private name once, when this file is imported. Its fallback is built
-from public names and gives the same answer, only slower. `tests/test_torch_compat.py` runs both.
+Each name is looked up once, when this file is imported. All supported versions of torch have it,
+except where a fallback is built from public names; `tests/test_torch_compat.py` runs both.
 
 Subclasses of `nn.Module` everywhere build on its dicts (`_modules`, `_parameters`, `_buffers`) and
 on `_load_from_state_dict`, so other files use these directly.
@@ -26,31 +26,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
-def _find_is_exporting() -> Callable[[], bool]:
-    if not hasattr(torch.compiler, "_is_exporting_flag"):
-        return torch.compiler.is_exporting
-    # Dynamo before torch 2.13 traces torch.compiler.is_exporting() as True under torch.compile,
-    # too. It reads the flag itself correctly, and guards on it.
-    return lambda: torch.compiler._is_exporting_flag
+_C: Any = torch._C
 
 
-# Whether torch.export is tracing; also right inside code that torch.compile traces.
-is_exporting = _find_is_exporting()
+def is_exporting() -> bool:
+    """Whether torch.export is tracing; also right inside code that torch.compile traces.
+
+    Dynamo before torch 2.13 traces `torch.compiler.is_exporting()` as True under `torch.compile`,
+    too. It reads the flag itself correctly, and guards on it.
+    """
+    return torch.compiler._is_exporting_flag
 
 
-def _find_skip_frames() -> Callable[[Any, bool], None]:
-    dynamo: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    try:
-        set_strategy, strategy = dynamo.set_code_exec_strategy, dynamo._FrameExecStrategy
-        skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
-    except AttributeError:
-        return lambda code, recursive: None
-    return lambda code, recursive: set_strategy(
-        code, strategy(skip, skip if recursive else default)
-    )
-
-
-_skip_frames = _find_skip_frames()
+def _skip_frames(code: Any, recursive: bool) -> None:
+    dynamo = _C._dynamo.eval_frame
+    skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    strategy = dynamo._FrameExecStrategy(skip, skip if recursive else default)
+    dynamo.set_code_exec_strategy(code, strategy)
 
 
 def never_compiled(function: F) -> F:
@@ -122,9 +114,7 @@ def _find_saver() -> Callable[[torch.Tensor], Saved]:
 save_tensor = _find_saver()
 
 # True where `with torch.device(...)`, or another function mode, may be active.
-may_have_function_mode: Callable[[], Any] = getattr(
-    torch._C, "_len_torch_function_stack", lambda: True
-)
+may_have_function_mode: Callable[[], int] = _C._len_torch_function_stack
 
 
 def _find_no_dispatch() -> Callable[[], AbstractContextManager[Any]]:
@@ -143,9 +133,7 @@ def unseen_by_modes(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 # The active transform of `torch.func`, or None. Under a transform no hooks are allowed.
-active_transform: Callable[[], Any] = getattr(
-    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
-)
+active_transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack
 
 
 # The value of `torch.utils.checkpoint.set_checkpoint_early_stop`, or None.
@@ -236,11 +224,11 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 # The number that the next node of the autograd graph of this thread gets.
-next_node_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
+next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 # The class of nodes of the graph that belong to a `torch.autograd.Function`.
-CustomNode: Any = getattr(torch._C, "_FunctionBase", ())
+CustomNode: Any = _C._FunctionBase
 
 
 def counter_owner(tensor: torch.Tensor) -> torch.Tensor:

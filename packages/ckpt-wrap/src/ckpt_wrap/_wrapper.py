@@ -272,14 +272,13 @@ def checkpoint_wrapper(module: nn.Module, *args: Any, **options: Any) -> nn.Modu
     """Wrap a module so that backward recomputes what its forward would have saved.
 
     It has the name and the parameters of torch's function, and the names of parameters, buffers and
-    state-dict entries stay plain. Recomputation works as with `checkpoint_`, which describes the
-    options, what recomputation sees, and errors in forward and backward.
+    state-dict entries stay plain. Options and recomputation are those of `checkpoint_`, which
+    describes them, what recomputation sees, and errors in forward and backward. The first two
+    options, `checkpoint_impl` and `checkpoint_fn`, may be passed by position.
 
     Args:
         module: the module to wrap; unlike for `checkpoint_`, also one whose class cannot change,
             such as a TorchScript module.
-        **options: the options of `checkpoint_`; the first two, `checkpoint_impl` and
-            `checkpoint_fn`, also by position.
 
     Returns:
         A `CheckpointWrapper` with `module` as its `_checkpoint_wrapped_module`.
@@ -301,12 +300,11 @@ def checkpoint_wrapper(module: nn.Module, *args: Any, **options: Any) -> nn.Modu
 def offload_wrapper(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
     """Wrap a module so that the tensors it saves for backward move elsewhere.
 
-    Offload works as with `offload_`, which describes the options, which tensors move, and errors in
-    forward and backward.
+    Options and offload are those of `offload_`, which describes them, which tensors move, and
+    errors in forward and backward.
 
     Args:
         module: the module to wrap.
-        **options: the options of `offload_`.
 
     Returns:
         An `OffloadWrapper` with `module` as its `_checkpoint_wrapped_module`.

@@ -27,7 +27,7 @@ from .in_process._flat_params import FlatParams
 from .in_process._flatten import flat_params_of, flatten, unflatten
 from .layout._boundary import Blocks, by_name
 from .sharded._sharded_module import ShardedModule
-from .sharded._units import fully_shard
+from .sharded.construct._units import fully_shard
 
 __all__ = [
     "Blocks",

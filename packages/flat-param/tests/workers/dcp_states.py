@@ -95,6 +95,30 @@ def _no_steps(values: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in values.items() if not k.endswith("step")}
 
 
+def check_state_made_at_construction_is_saved_whole(rank: int, world: int) -> None:
+    """Adagrad's, before its first step: by `state_dict()` and as it is, read in both ways."""
+    model = sharded(3)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    shapes = [tuple(param.full_tensor().shape) for param in model.parameters()]
+    pieces = {str(at): optimizer.state[p]["sum"] for at, p in enumerate(model.parameters())}
+    states = optimizer.state_dict()["state"].items()
+    for name, values in (("pieces", pieces), ("dict", {str(k): v["sum"] for k, v in states})):
+        dcp.save(dict(values), checkpoint_id=f"{FOLDER}/adagrad-{name}")
+        whole = {str(at): torch.zeros(shape) for at, shape in enumerate(shapes)}
+        dcp.load(whole, checkpoint_id=f"{FOLDER}/adagrad-{name}")
+        assert all(bool((value == 0.5).all()) for value in whole.values())
+    for values in (pieces, {str(k): v["sum"] for k, v in optimizer.state_dict()["state"].items()}):
+        for value in pieces.values():
+            value.zero_()
+        dcp.load(dict(values), checkpoint_id=f"{FOLDER}/adagrad-pieces")
+        assert all(bool((value.to_local() == 0.5).all()) for value in pieces.values())
+    full = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True)
+    )
+    found = {name: tuple(value["sum"].shape) for name, value in full["state"].items()}
+    assert found == dict(zip(dict(model.named_parameters()), shapes, strict=True))
+
+
 def check_async_save_beside_training(rank: int, world: int) -> None:
     """With a separate process group, as the page says."""
     model, optimizer = trained(3)

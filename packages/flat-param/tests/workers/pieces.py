@@ -360,7 +360,7 @@ def check_zero_bubble_pipelines_are_refused(rank: int, world: int) -> None:
     loss = model(x).sum()
     raises(
         flat_param.StateError,
-        "Use a schedule with whole backwards",
+        "Use GPipe, 1F1B or Interleaved1F1B",
         lambda: stage_backward_input([loss], None, [x], model.parameters()),
     )
     loss.backward()

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import WAYS, distance, options_of, run_checks, whole_state
+from _harness import WAYS, distance, options_of, raises, run_checks, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from flat_param import fully_shard
+from flat_param import StateError, fully_shard
 
 INPUTS = torch.linspace(-1, 1, 12).view(3, 4)
 
@@ -94,6 +94,17 @@ def check_every_rank_that_shares_a_step_is_asked(rank: int, world: int) -> None:
         scaler.update()
         assert scaler.get_scale() == 8
         assert distance(whole_state(model), before) == 0
+
+
+def check_rank_without_elements_is_refused(rank: int, world: int) -> None:
+    """torch's scaler looks at nothing there; it must not wait for the others."""
+    model = fully_shard(nn.Linear(4, 4, bias=False), boundary="tensor")
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), new_scaler()
+    scaler.scale(model(INPUTS).sum()).backward()
+    mine = model.weight.to_local().numel() > 0
+    kind, text = (StateError, "has no element") if mine else (AssertionError, "No inf checks")
+    if world > 1:
+        raises(kind, text, lambda: scaler.step(optimizer))
 
 
 def check_plain_modules_are_asked_alone(rank: int, world: int) -> None:

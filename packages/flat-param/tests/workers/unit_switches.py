@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from _harness import (
     batches,
+    loss_of,
     options_of,
     plain,
     raises,
@@ -14,6 +15,7 @@ from _harness import (
 )
 from _whole import same_grads, same_step, whole_bytes
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import flat_param
 from flat_param import fully_shard
@@ -92,24 +94,49 @@ def check_methods_that_are_none_are_refused(rank: int, world: int) -> None:
     for name in ("decipher", "training", "halved", "forward", "into", "state_dict"):
         raises(
             flat_param.StateError,
-            f"{name!r} is not a method that ShardedCoder defines",
+            f"{name!r} is not a method that FSDPCoder defines",
             lambda name=name: model.register_forward_method(name),
         )
 
 
-def check_sums_of_one_unit_are_not_switched(rank: int, world: int) -> None:
-    """Units of a tree sum their gradients together."""
+def check_units_that_reduce_and_others_are_refused(rank: int, world: int) -> None:
+    """Units of a tree reduce together, also if each is set alone."""
+    model, (ids,) = sharded(), batches(world, 1)
+    model.blocks[1].set_requires_gradient_sync(requires_gradient_sync=False)
+    loss = loss_of(model, share(ids, rank))
+    raises(flat_param.StateError, "the units of a tree reduce together", loss.backward)
+    for module in model.modules():
+        if isinstance(module, flat_param.ShardedModule):
+            module.set_requires_gradient_sync(False, recurse=False)
+    loss_of(model, share(ids, rank)).backward()
+    assert all(param.grad is None for param in model.parameters())
+    model.set_requires_gradient_sync(True)
+    loss_of(model, share(ids, rank)).backward()
+    assert all(param.grad is not None for param in model.head.parameters())
+
+
+def check_unit_that_backward_does_not_read_is_not_gathered(rank: int, world: int) -> None:
+    """An embedding's backward reads no weight."""
+    (ids,), gathers = batches(world, 1), []
+    for unshards in (True, False):
+        model, whole = plain(), plain()
+        for module in (model.embed, model.head, model):
+            flat_param.fully_shard(module)
+        model.embed.set_unshard_in_backward(unshards)
+        gathers.append(same_step(model, whole, ids, rank))
+    assert world == 1 or gathers[1] == gathers[0] - 1
+
+
+def check_modules_are_fsdp2s(rank: int, world: int) -> None:
+    """Other libraries look for the class; methods that are missing say so."""
     model = sharded()
-    text = "called for one unit alone, but the units of a tree sum their gradients together"
+    assert isinstance(model, FSDPModule) and isinstance(model.blocks[0], FSDPModule)
+    assert not isinstance(model.embed, FSDPModule)
+    model.set_is_last_backward(False)
     raises(
         flat_param.StateError,
-        text,
-        lambda: model.blocks[1].set_requires_gradient_sync(requires_gradient_sync=False),
-    )
-    raises(
-        flat_param.StateError,
-        text,
-        lambda: model.set_requires_gradient_sync(True, recurse=False),
+        "flat_param.set_custom_all_gather: a method of FSDP2's modules that FSDPModel does not",
+        lambda: model.set_custom_all_gather(None),
     )
 
 

@@ -164,31 +164,43 @@ RecomputeCallback = Callable[[int | None], None]
 _lock = threading.RLock()
 
 
+_recompute_callbacks: list[RecomputeCallback] = []
+
+
 def add_recompute_callback(callback: RecomputeCallback) -> Callable[[], None]:
     """Add a callback to `torch.autograd.graph.recompute_callbacks`; return how to remove it.
 
     Libraries that recompute call the functions in this tuple. It exists while it has any. torch's
-    checkpoint does not call them by itself, so it is patched for that time.
+    checkpoint does not call them by itself, so it is patched while callbacks of ours are there.
     """
-    _set_callbacks(lambda held: (*held, callback))
-    return lambda: _set_callbacks(lambda held: tuple(one for one in held if one is not callback))
-
-
-def _set_callbacks(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
     with _lock:
-        before = getattr(graph, "recompute_callbacks", ())
-        left = change(before)
-        if left:
-            graph.recompute_callbacks = left  # type: ignore[attr-defined]
-        elif before:
-            del graph.recompute_callbacks  # type: ignore[attr-defined]
-        if bool(left) != bool(before):
-            _patch_checkpoint() if left else _restore_checkpoint()
+        _recompute_callbacks.append(callback)
+        graph.recompute_callbacks = (*_listening(), callback)  # type: ignore[attr-defined]
+        if len(_recompute_callbacks) == 1:
+            _patch_checkpoint()
+
+    def remove() -> None:
+        with _lock:
+            _recompute_callbacks.remove(callback)
+            left = tuple(one for one in _listening() if one is not callback)
+            if left:
+                graph.recompute_callbacks = left  # type: ignore[attr-defined]
+            else:
+                del graph.recompute_callbacks  # type: ignore[attr-defined]
+            if not _recompute_callbacks:
+                _restore_checkpoint()
+
+    return remove
+
+
+def _listening() -> tuple[RecomputeCallback, ...]:
+    return getattr(graph, "recompute_callbacks", ())
 
 
 @contextmanager
 def _announced() -> Iterator[None]:
-    callbacks = getattr(graph, "recompute_callbacks", ())
+    """Tell the callbacks that a forward runs again, as a library does that recomputes."""
+    callbacks = _listening()
     for callback in callbacks:
         callback(-1)
     try:
@@ -281,6 +293,12 @@ def saved_by(node: Any) -> Iterator[SavedValue]:
     for name in _fields(kind):
         for saved in _saved_in(node, name):
             yield from value_in(saved, of_checkpoint=of_checkpoint)
+
+
+def inputs_saved_by(node: Any) -> Iterator[SavedValue]:
+    """Yield the inputs of torch's checkpoint that a node saves for it, before torch 2.13."""
+    if _is_of(node, *_SAVES_INPUTS):
+        yield from saved_by(node)
 
 
 def value_in(saved: Any, *, of_checkpoint: bool) -> Iterator[SavedValue]:
@@ -400,10 +418,12 @@ def _patch_inductor(*_: object) -> None:
     for kind in (getattr(loaded, name, None) for name in ("CompiledFxGraph", "CompiledAOTI")):
         if kind is not None and kind not in _torchs_calls:
             _torchs_calls[kind] = kind.__call__
-            kind.__call__ = _told_before(kind.__call__)
+            kind.__call__ = _with_listeners(kind.__call__)
 
 
-def _told_before(call: Any) -> Any:
+def _with_listeners(call: Any) -> Any:
+    """Wrap the `__call__` of compiled code so that it tells the listeners."""
+
     def tell_and_call(graph: Any, inputs: Any) -> Any:
         for listener in tuple(_compiled_listeners):
             listener()

@@ -5,10 +5,12 @@ A name that torch has lost raises an error, unless the function says what happen
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -146,6 +148,39 @@ def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """The hooks of `param.register_post_accumulate_grad_hook`, in order."""
     hooks: dict[int, Any] | None = getattr(param, "_post_accumulate_grad_hooks", None)
     return list(hooks.values()) if hooks else []
+
+
+# FSDP2's modules.
+
+
+def fsdp_module_class() -> Any:
+    """The class by which other libraries recognise modules of FSDP2."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return FSDPModule
+
+
+def set_pipeline_state(module: Any, reduce: Callable[[], object]) -> None:
+    """Have a pipeline's stage call `reduce` after the last microbatch, as it does with FSDP2.
+
+    Without the private name, every microbatch reduces gradients.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    try:
+        from torch.distributed._composable.contract import STATE_KEY
+    except ImportError:
+        return
+    of_units = SimpleNamespace(all_states=())  # the pipeline would reduce each of these
+    state = SimpleNamespace(_state_ctx=of_units, _root_post_backward_final_callback=reduce)
+    vars(module).setdefault(STATE_KEY, {})[inspect.unwrap(fully_shard)] = state
+
+
+def splits_backward(schedule: Any) -> bool:
+    """Whether a pipeline's schedule computes gradients of parameters apart from those of inputs."""
+    orders = getattr(schedule, "pipeline_order_with_comms", None) or {}
+    kinds = {action.computation_type.name for each in orders.values() for action in each if action}
+    return "BACKWARD_WEIGHT" in kinds
 
 
 # Tensor subclasses and state dicts.

@@ -151,6 +151,8 @@ def memory_order(tensor: Tensor, stride: Sequence[int]) -> Tensor:
         >>> memory_order(torch.tensor([[1, 2], [3, 4]]), (1, 2)).tolist()
         [1, 3, 2, 4]
     """
+    if tensor.is_contiguous() and tensor.stride() == stride:
+        return tensor.reshape(-1)
     return tensor.permute(outer_first(stride)).reshape(-1)
 
 

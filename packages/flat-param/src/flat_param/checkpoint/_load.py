@@ -37,7 +37,7 @@ def load_sharded(
     for one more copy of this rank's parameters.
 
     Args:
-        module: sharded.
+        module: sharded, or plain, which this process loads alone.
         path: a folder of `save_sharded` or `torch.distributed.checkpoint.save`, with the keys
             `model` and `optim` or a bare state dict; a folder of `save_pretrained`; or a
             file of safetensors or `torch.save` with full tensors.
@@ -47,12 +47,12 @@ def load_sharded(
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, hostile or of other shapes, or
             another rank cannot load it.
-        StateError: the module is not sharded, the checkpoint lacks one of its tensors, or the
-            optimizer's groups do not fit the saved ones.
+        StateError: the checkpoint lacks a tensor of the module, or the optimizer's groups do not
+            fit the saved ones.
         ParameterError: the optimizer has a parameter that the module does not have.
     """
     check_is_module("load_sharded", module)
-    source, world = path_of("load_sharded", path), World(module, "load_sharded")
+    source, world = path_of("load_sharded", path), World(module, "load_sharded", plain=True)
     with restored_on_error(module, optimizer) as own:
         error: Exception | None = None
         save_id = ""

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from .._errors import ParameterError, StateError
 from ..buffers._dtensors import as_dtensor, is_dtensor
 from ..layout._arguments import check_is_optimizer
-from ..sharded._optim_state import follow, present_all, take_all
-from ..sharded._param_piece import ParamPiece, piece_of
+from ..sharded.state._optim_state import follow, present_all, take_all
+from ..sharded.tensor._param_piece import ParamPiece, piece_of
 
 
 class NamedParam(NamedTuple):

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from .._errors import CheckpointError
 from ..layout._arguments import check_is_module, path_of
-from ..sharded._by_hand import units_at_rest, units_below
-from ..sharded._strays import check_strays
-from ..sharded._tensors import map_tensors
+from ..sharded.tensor._nested import map_tensors
+from ..sharded.unit._by_hand import units_at_rest, units_below
+from ..sharded.unit._strays import check_strays
 from ._optim_state import named_optimizer_state
 from ._state_dict import copied
 from ._world import World

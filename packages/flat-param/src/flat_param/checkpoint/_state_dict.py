@@ -15,9 +15,9 @@ from .._errors import StateError
 from .._torch_compat import without_torch_function
 from ..buffers._dtensors import as_dtensor, is_dtensor
 from ..layout._arguments import check_is_module
-from ..sharded._by_hand import units_at_rest
-from ..sharded._param_piece import ParamPiece, piece_of
-from ..sharded._tensors import map_tensors
+from ..sharded.tensor._nested import map_tensors
+from ..sharded.tensor._param_piece import ParamPiece, piece_of
+from ..sharded.unit._by_hand import units_at_rest
 from ._optim_state import (
     NamedParam,
     load_optimizer_state,

@@ -12,7 +12,7 @@ from .._errors import CheckpointError, CommError, StateError
 from ..buffers._dtensors import place_of_dtensor
 from ..comm._comm import CommLog, Communicator
 from ..comm._groups import derived_group
-from ..sharded._by_hand import units_below
+from ..sharded.unit._by_hand import units_below
 
 
 class World:

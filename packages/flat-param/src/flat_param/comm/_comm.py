@@ -296,6 +296,7 @@ class Communicator:
         assert self.trail is not None, "it has a group"
         return CommError(
             f"flat_param.fully_shard: {self.trail.diagnosis(reason)} did not complete the "
-            f"collective {label}, but every rank of the group must. Restart from the last "
-            f"checkpoint. ({reason.splitlines()[0]})"
+            f"collective {label}, but every rank of the group must. Call it on every rank, not "
+            "under 'if rank == 0'; if a rank has ended, restart from the last checkpoint. "
+            f"({reason.splitlines()[0]})"
         )

@@ -2,7 +2,7 @@
 
 Ranks that run units in different orders receive the wrong unit's parameters, without an error if
 shapes are equal. Each rank keeps a checksum of the collectives it has started in each group, and
-ranks compare them in the collective that ends a backward, see sharded/_order.py. A unit is
+ranks compare them in the collective that ends a backward, see sharded/schedule/_order.py. A unit is
 identified by the number of its `fully_shard` call in the group, which is the same on every rank.
 
 Messages explain why a collective never ends. As long as collectives complete, nothing is written
@@ -33,7 +33,7 @@ from torch import Tensor
 from .._torch_compat import default_store
 from ._host_copies import HostCopy
 
-ORDER_BYTES = 8  # a checksum and its complement, see sharded/_order.py
+ORDER_BYTES = 8  # a checksum and its complement, see sharded/schedule/_order.py
 _KEPT = 4096  # labels; enough to name the first difference in any step
 _ANSWER_S = 3.0
 
@@ -61,7 +61,7 @@ class Trail:
         started: number of collectives.
         checksum: of the collectives since ranks last compared, and of their order.
         recent: their labels, for messages.
-        unread: words of the last step on a device, see sharded/_order.py.
+        unread: words of the last step on a device, see sharded/schedule/_order.py.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

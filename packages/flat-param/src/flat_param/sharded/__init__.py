@@ -1,5 +1,9 @@
-"""Parameters sharded over ranks.
+"""Parameters sharded over ranks, in six rooms.
 
-`_schedule` has the order of units and `_passes` the state of the running pass. `_unit` gathers and
-frees the parameters of one unit, and `_sharded_params` and `_sharded_grads` those of one segment.
+- `_sharded_module`: the class of sharded modules, and its methods.
+- `unit`: parameters that are gathered and reduced together.
+- `schedule`: the order of units in a pass, and the state of the pass.
+- `tensor`: the sharded tensor.
+- `state`: state dicts, and optimizers.
+- `construct`: `fully_shard`.
 """

@@ -3,30 +3,44 @@
 `fully_shard` changes a module's class to a subclass of it and of `ShardedModule`. That adds a
 `__call__` around the module's own, so parameters are full from before the first forward hook of the
 module until after the last.
+
+It is a subclass of FSDP2's `FSDPModule`, too, by which torch's pipelines, accelerate, Lightning and
+TRL recognise sharded modules. `ShardedModule` has the methods that they call; other methods of
+FSDP2 raise.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
 from .._errors import StateError
-from .._torch_compat import pass_over_frames
-from ..comm._clip import checked_norms, clip_, norm_over
+from .._torch_compat import fsdp_module_class, pass_over_frames, splits_backward
+from ..buffers._dtensors import place_of_dtensor
+from ..comm._clip import Spread, checked_norms, clip_, norm_over, spread_of
 from ..comm._comm import CommCount
-from ._by_hand import UnshardHandle, begin_unshard, reshard, units_at_rest, units_below
-from ._full_params import full_params
-from ._norms import norm_parts
-from ._unit import Unit
+from ..comm._groups import CommGroups
+from .tensor._param_piece import piece_of
+from .tensor._piece_tensors import plain, zero_bubble
+from .unit._by_hand import (
+    UnshardHandle,
+    begin_unshard,
+    full_params,
+    reshard,
+    units_at_rest,
+    units_below,
+)
+from .unit._unit import Unit
 
 _classes: WeakValueDictionary[type, type] = WeakValueDictionary()
 
@@ -36,7 +50,9 @@ def sharded_class(cls: type[nn.Module]) -> Any:
     made = _classes.get(cls)
     if made is None:
         pass_over_frames(ShardedModule.__call__, _run)
-        made = _classes[cls] = type(f"Sharded{cls.__name__}", (ShardedModule, cls), {})
+        bases = (ShardedModule, cls, fsdp_module_class())
+        # transformers writes the class's name without this prefix into a model's config.
+        made = _classes[cls] = type(f"FSDP{cls.__name__}", bases, {})
     return made
 
 
@@ -118,6 +134,7 @@ class ShardedModule(nn.Module):
             With `async_op`, a handle whose `wait()` shows the parameters; None otherwise.
         """
         is_async = checked_flag(async_op, "unshard")
+        _refuse_zero_bubble(sys._getframe(1))
         handle = begin_unshard(self._flat_param)
         if not is_async:
             handle.wait()
@@ -139,17 +156,31 @@ class ShardedModule(nn.Module):
     ) -> None:
         """Set whether backward passes reduce gradients; `no_sync` does this temporarily.
 
-        Raises:
-            StateError: `recurse` is False, or the module is not the outermost unit: the units of a
-                tree reduce together.
+        The units of a tree reduce together: a backward raises if some reduce and others do not.
         """
-        name = "set_requires_gradient_sync"
-        if self._flat_param.name or not recurse:
-            raise StateError(
-                f"flat_param.{name}: called for one unit alone, but the units of a tree sum their "
-                "gradients together. Call it on the outermost module, with recurse."
-            )
-        self._flat_param.schedule.sync = checked_flag(requires_gradient_sync, name)
+        reduces = checked_flag(requires_gradient_sync, "set_requires_gradient_sync")
+        for unit in self._units(recurse):
+            unit.syncs = reduces
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accept what pipelines set: here, every backward waits for its own reductions."""
+        checked_flag(is_last_backward, "set_is_last_backward")
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether this unit's parameters are gathered for backward.
+
+        Pass False only if backward reads none of them, as in a unit of an embedding: reading freed
+        parameters ends the process, as with FSDP2.
+        """
+        unshards = checked_flag(unshard_in_backward, "set_unshard_in_backward")
+        self._flat_param.unshards_in_backward = unshards
+
+    def _get_fsdp_state(self) -> NoReturn:
+        name = sys._getframe(1).f_code.co_name
+        raise StateError(
+            f"flat_param.{name}: a method of FSDP2's modules that {type(self).__name__} does not "
+            "have. See ShardedModule for its methods, or use torch.distributed.fsdp.fully_shard."
+        )
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether full parameters are freed between forward and backward.
@@ -301,7 +332,7 @@ class ShardedModule(nn.Module):
         """
         max_norm, norm_type = checked_norms(max_norm, norm_type)
         own, params = self._flat_param, {id(each): each for each in self._all_params()}.values()
-        norm = norm_over(norm_parts(params, ignored=own.ignored, comms=own.comms), norm_type)
+        norm = norm_over(_norm_parts(params, ignored=own.ignored, comms=own.comms), norm_type)
         clip_([each.grad for each in params if each.grad is not None], norm, max_norm)
         return norm
 
@@ -358,6 +389,29 @@ class ShardedModule(nn.Module):
             f"flat_param.fully_shard: {type(self).__name__} cannot be pickled, but a sharded "
             "module holds process groups. Save its state_dict(), or use save_sharded."
         )
+
+
+def _norm_parts(
+    params: Iterable[Tensor], *, ignored: Sequence[Tensor], comms: CommGroups
+) -> Iterator[tuple[Spread, Spread, Tensor | None]]:
+    """Gradients for `norm_over`. Each rank has separate ones of `ignored` parameters."""
+    known = set(map(id, ignored))
+    for param in params:
+        piece, grad = piece_of(param), param.grad
+        if piece is not None:  # without elements a rank may have no gradient, and takes part
+            yield piece.spread, (), None if grad is None else plain(grad)
+        elif grad is not None or id(param) in known:
+            place = place_of_dtensor(param)
+            local = grad if grad is None or place is None else place.local_of_grad(grad)
+            beside = (comms.reduce, comms.replicate) if id(param) in known else ()
+            yield spread_of(place, comms.log), beside, local
+
+
+def _refuse_zero_bubble(frame: Any) -> None:
+    """Refuse a pipeline that splits backwards, on every rank, when it unshards its stages."""
+    is_pipeline = frame.f_globals.get("__name__") == "torch.distributed.pipelining.schedules"
+    if is_pipeline and splits_backward(frame.f_locals.get("self")):
+        raise zero_bubble()
 
 
 def checked_flag(value: object, function: str) -> bool:

@@ -26,6 +26,7 @@ from .._torch_compat import (
     SAVED,
     UNNUMBERED,
     graph_task,
+    inputs_saved_by,
     next_number,
     number_of,
     saved_by,
@@ -76,6 +77,7 @@ def kept_by(
             for found in _reached([value.data, *_owner_of(value.hook)], seen):
                 if isinstance(found, torch.Tensor):
                     yield Kept(node, found, is_saved=False)
+                    waiting += inputs_saved_by(node_of(found))
                 else:
                     waiting += value_in(found, of_checkpoint=True)
 

@@ -28,15 +28,52 @@ from ._elsewhere import is_recomputed_too, warn_of_both
 from ._levels import COSTLY, INPUT
 
 
-class Checkpointed:
-    """A module's `forward` as a region.
+class ReplacedForward:
+    """A replacement of a module's `forward`.
 
     Attributes:
         module: the module.
         place: name of the attribute that a call of the module runs.
         forward: the original value of that attribute.
-        is_undone: whether the region only calls the original forward.
+        is_undone: whether the replacement only calls the original forward.
         has_warned: whether it was told that other code recomputes the module, too.
+
+    Args:
+        module: the module; `undo` restores a `forward` that is not its class's.
+    """
+
+    is_undone = has_warned = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.place = module, called_at(module)
+        self.forward = getattr(module, self.place)
+        self.was_replaced = self.place in vars(module)
+        _in_use.add(self)
+
+    def put(self) -> None:
+        """Replace the module's forward."""
+        setattr(self.module, self.place, self._replacement())
+
+    def undo(self) -> None:
+        """Restore the module's forward; inside a wrapper, only call it from now on."""
+        self.is_undone = True
+        _in_use.discard(self)
+        if vars(self.module).get(self.place) == self._replacement():
+            if self.was_replaced:
+                setattr(self.module, self.place, self.forward)
+            else:
+                delattr(self.module, self.place)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; subclasses run it in another way unless undone."""
+        return self.forward(*args, **kwargs)
+
+    def _replacement(self) -> Callable[..., Any]:
+        return self
+
+
+class Checkpointed(ReplacedForward):
+    """A module's `forward` as a region.
 
     Args:
         module: the module; `undo` restores a `forward` that is not its class's.
@@ -44,14 +81,9 @@ class Checkpointed:
         lag_bytes: most bytes of running copies to host memory while the region runs.
     """
 
-    is_undone = has_warned = False
-
     def __init__(self, module: nn.Module, *, policy: Policy, lag_bytes: int = 0) -> None:
-        self.module, self.place = module, called_at(module)
-        self.forward = getattr(module, self.place)
+        super().__init__(module)
         self.policy, self._lag_bytes = policy, lag_bytes
-        self.was_replaced = self.place in vars(module)
-        _in_use.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, checkpointed unless undone."""
@@ -70,23 +102,6 @@ class Checkpointed:
         named = _InputsNamed(self.module, self.forward)
         with leaving.lagging(self._lag_bytes):
             return checkpoint(named, *args, policy=self.policy, **kwargs)
-
-    def put(self) -> None:
-        """Replace the module's forward."""
-        setattr(self.module, self.place, self._replacement())
-
-    def undo(self) -> None:
-        """Restore the module's forward; inside a wrapper, only call it from now on."""
-        self.is_undone = True
-        _in_use.discard(self)
-        if vars(self.module).get(self.place) == self._replacement():
-            if self.was_replaced:
-                setattr(self.module, self.place, self.forward)
-            else:
-                delattr(self.module, self.place)
-
-    def _replacement(self) -> Callable[..., Any]:
-        return self
 
 
 class Tagged(Checkpointed):
@@ -135,33 +150,33 @@ def inputs_among(given: Any) -> list[torch.Tensor]:
     return [each for each in tensors_in(given) if each.requires_grad and not each.is_leaf]
 
 
-def region_of(module: nn.Module) -> Checkpointed | None:
-    """Return the region that replaces a module's forward; None if there is none."""
+def replacement_of(module: nn.Module) -> ReplacedForward | None:
+    """Return what replaces a module's forward; None if nothing does."""
     for each in (*vars(module).values(), vars(original(module)).get("forward")):
-        region = each.__self__ if isinstance(each, MethodType) else each
-        if isinstance(region, Checkpointed):
-            return region
+        found = each.__self__ if isinstance(each, MethodType) else each
+        if isinstance(found, ReplacedForward):
+            return found
     return None
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Whether a region replaces its forward, wrapped or not."""
-    return region_of(module) is not None or any(region.module is module for region in _in_use)
+    """Whether a replacement is in use for the module's forward, wrapped or not."""
+    return replacement_of(module) is not None or any(each.module is module for each in _in_use)
 
 
 def release(module: nn.Module) -> None:
-    """Undo the region of a module, if there is one."""
-    region = region_of(module)
-    if region is not None:
-        region.undo()
+    """Undo the replacement of a module's forward, if there is one."""
+    found = replacement_of(module)
+    if found is not None:
+        found.undo()
 
 
 def release_copied(module: nn.Module) -> None:
-    """Undo a region that was copied or loaded with its module: no result of `fit_` is for it."""
-    region = region_of(module)
-    if region is not None and region not in _in_use:
-        region.undo()
+    """Undo what was copied or loaded with its module: no result of `fit_` is for it."""
+    found = replacement_of(module)
+    if found is not None and found not in _in_use:
+        found.undo()
 
 
-_in_use: weakref.WeakSet[Checkpointed] = weakref.WeakSet()
-"""Regions of this process, without those of copied modules."""
+_in_use: weakref.WeakSet[ReplacedForward] = weakref.WeakSet()
+"""Replacements of this process, without those of copied modules."""

@@ -1,11 +1,11 @@
 """Checkpoints a model's blocks in place so that a measured step fits a budget.
 
 Regions are the modules that repeat, or that one step calls several times. If they do not fit the
-budget, the blocks of lists inside them are tried. A step is measured with all regions on each
-level. `_intervals` predicts the peak and time of every mixture from those steps, and the fastest
-mixture that fits is measured before it is accepted. Policies name operators, so later steps may use
-another loss, batch or branch than the measured one. All ranks use the maximum of each number over
-ranks.
+budget, the blocks of lists inside them are tried, then segments of Sequentials. A step is measured
+with all regions on each level. `_intervals` predicts the peak and time of every mixture from those
+steps, and the fastest mixture that fits is measured before it is accepted. Policies name operators,
+so later steps may use another loss, batch or branch than the measured one. All ranks use the
+maximum of each number over ranks.
 """
 
 from __future__ import annotations
@@ -22,15 +22,24 @@ from torch import nn
 from .._errors import BudgetError, MutationError, RecomputeError, SacError
 from .._torch_compat._module_calls import around_calls, graph_breaks, is_compiled, is_taggable
 from ._agree import check_equal, from_first_rank, largest
-from ._checkpointed import Checkpointed, Tagged, is_checkpointed, region_of, release, release_copied
+from ._checkpointed import (
+    Checkpointed,
+    ReplacedForward,
+    Tagged,
+    is_checkpointed,
+    release,
+    release_copied,
+    replacement_of,
+)
 from ._elsewhere import recomputed_in, said_of
 from ._helps import what_helps
 from ._intervals import Steps, marked
-from ._levels import HIDDEN_AWAY, KEEPING, KEEPS, LEVELS, RECOMPUTES, Region, RegionFit
+from ._levels import HIDDEN_AWAY, KEEPING, KEEPS, LEVELS, RECOMPUTES, Candidate, RegionFit
 from ._link import Hidden, hidden_by
 from ._measure import Interval, Marks, highest
 from ._progress import Progress
 from ._repeating import Operators, called_again, check_compiled, inside, kind_of, repeating
+from ._segments import Division, divide
 from ._sizes import Budget, format_size
 from ._solve import Infeasible
 from ._step import Limit, Loss, Reset, Step, UsersStep, check_order, check_step, only_one
@@ -65,7 +74,7 @@ class InPlaceFit:
     idle: tuple[RegionFit, ...]
     rounds: tuple[tuple[int, int], ...]
     elsewhere: str
-    _checkpointed: tuple[Checkpointed, ...]
+    _checkpointed: tuple[ReplacedForward, ...]
 
     def undo(self) -> None:
         """Undo the checkpointing; a second call does nothing.
@@ -130,7 +139,8 @@ def fit_(
     Then chooses the level of each module so that a step is as fast as possible. One or two more
     steps confirm that the mixture fits. At most eight steps are run, thirteen on accelerators. If
     no choice fits and the blocks are stages with lists of blocks, the blocks in those lists are
-    tried next. Collective.
+    tried next; then segments of consecutive children of `nn.Sequential` modules, chosen by their
+    measured sizes. Collective.
 
     Later steps run each forward once. Backward calls single operators again, so counters, hooks,
     buffers, attributes and random numbers are those of the plain model; values that cannot be
@@ -210,8 +220,8 @@ def fit_(
         with only_one(model), measured.trials():
             measured.settle_buckets()
             tried: list[Infeasible] = []
-            for regions in _divisions(model, measured):
-                search = _Search(model, measured, regions, progress)
+            for division in _divisions(model, measured):
+                search = _Search(model, measured, division, progress)
                 found = search.run(limit)
                 if isinstance(found, InPlaceFit):
                     return found
@@ -223,14 +233,18 @@ def fit_(
     return min(tried, key=lambda each: each.smallest_bytes)
 
 
-def _divisions(model: nn.Module, step: Step) -> Iterator[tuple[tuple[str, nn.Module], ...]]:
-    """Yield the blocks of a model, and then the blocks inside them."""
+def _divisions(model: nn.Module, step: Step) -> Iterator[Division]:
+    """Yield the blocks of a model, the blocks inside them, and segments of Sequentials."""
     regions = repeating(model)
     if regions[0][1] is model:
         regions = called_again(model, step.run) or regions
+    last = regions
     while regions:
-        yield regions
-        regions = inside(regions)
+        yield Division(regions)
+        last, regions = regions, inside(regions)
+    segments = divide(model, last, step)
+    if segments is not None:
+        yield segments
 
 
 class _Search:
@@ -240,21 +254,28 @@ class _Search:
         self,
         model: nn.Module,
         step: Step,
-        regions: Sequence[tuple[str, nn.Module]],
+        division: Division,
         progress: Progress | None = None,
     ) -> None:
-        self._model, self._step = model, step
+        self._model, self._step, self._division = model, step, division
         self._progress = progress or Progress(quiet=True)
+        regions = division.regions
         check_compiled(model, regions)
-        with (
-            self._progress.step("which finds blocks"),
-            Operators(regions) as operators,
-            recomputed_in(model) as recomputed,
-        ):
-            step.run()
+        division.put()
+        try:
+            with (
+                self._progress.step("which finds blocks"),
+                Operators(regions) as operators,
+                recomputed_in(model) as recomputed,
+            ):
+                step.run()
+        except BaseException:
+            division.undo()
+            raise
         self._elsewhere = said_of(model, regions, recomputed)
         self._cause = self._elsewhere or _why_little(model, regions, operators)
         if step.is_users and not operators.of:
+            division.undo()
             raise BudgetError(
                 f"sac_policies.fit_: step called none of the model's {len(regions)} blocks "
                 f"({regions[0][0] or 'the model'}, ...), but these are checkpointed. Call the "
@@ -262,9 +283,9 @@ class _Search:
             )
         modules, ran = dict(regions), list(operators.of)
         alike = {kind_of(modules[path]): operators.of[path] for path in reversed(ran)}
-        self._regions = [_region(path, modules[path], operators.of[path]) for path in ran]
+        self._regions = [_candidate(path, modules[path], operators.of[path]) for path in ran]
         self._idle = [
-            _region(path, module, alike.get(kind_of(module), ()))
+            _candidate(path, module, alike.get(kind_of(module), ()))
             for path, module in regions
             if path not in operators.of
         ]
@@ -328,7 +349,7 @@ class _Search:
     ) -> InPlaceFit:
         done = self.put(choice)
         modules = [region.module for region in (*self._regions, *self._idle)]
-        put = tuple(filter(None, map(region_of, modules)))
+        put = (*filter(None, map(replacement_of, modules)), *self._division.divided)
         idle = tuple(
             region.at(level)
             for region, level in zip(self._idle, self._idle_levels(choice), strict=True)
@@ -423,8 +444,9 @@ class _Search:
         self._tried.setdefault(peak, _groups(done))
 
     def undo(self) -> None:
-        """Put all regions on the level that keeps everything."""
+        """Put all regions on the level that keeps everything, and restore divided forwards."""
         self.put((0,) * len(self._regions))
+        self._division.undo()
 
     def put(self, choice: Sequence[int]) -> tuple[RegionFit, ...]:
         """Put each region on its level, given by its position among the usable ones."""
@@ -459,7 +481,7 @@ def _why_little(
     return ""
 
 
-def _put(region: Region, level: int, warns: bool) -> RegionFit:
+def _put(region: Candidate, level: int, warns: bool) -> RegionFit:
     does = region.at(level)
     release(region.module)
     if does.policy is None:
@@ -474,8 +496,8 @@ def _put(region: Region, level: int, warns: bool) -> RegionFit:
     return does
 
 
-def _region(path: str, module: nn.Module, operators: Iterable[Any]) -> Region:
-    return Region(
+def _candidate(path: str, module: nn.Module, operators: Iterable[Any]) -> Candidate:
+    return Candidate(
         path,
         module,
         operators=tuple(operators),

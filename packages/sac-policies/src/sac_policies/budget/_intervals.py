@@ -93,7 +93,7 @@ class Steps(Generic[IntervalT]):
         self._count = len(kinds)
         ends = [each.key for each in self._plain if _region_of(each.key) and each.key[2] is None]
         self._tail: Key | None = ends[-1] if ends else None
-        self._largest = _largest_pass(self._plain)
+        self._largest = largest_pass(self._plain)
         self._keys = {each.key for each in self._largest}
         self._offloaded = Offloaded(measured)
         self._left = [self._left_in_tail(one) for one in measured]
@@ -279,13 +279,13 @@ class Steps(Generic[IntervalT]):
         return most[False], most[True]
 
 
-def _largest_pass(plain: Sequence[Interval]) -> list[Interval]:
+def largest_pass(plain: Sequence[Interval]) -> list[Interval]:
     """Return the intervals of the pass, a forward and its backward, with the highest peak.
 
     Example:
         >>> first, last = Interval((0, 0, False), 8, 8), Interval((0, 0, True), -4, 0)
         >>> again = Interval((0, 1, False), 8, 8)
-        >>> _largest_pass([first, last, again]) == [again]
+        >>> largest_pass([first, last, again]) == [again]
         True
     """
     passes: list[list[Interval]] = [[]]

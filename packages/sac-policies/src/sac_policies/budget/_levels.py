@@ -38,12 +38,12 @@ class RegionFit:
     """The level of one region of the model.
 
     Attributes:
-        path: of the module.
+        path: of the module, or of consecutive children of an `nn.Sequential`: "features.0-5".
         level: "keeps everything", "keeps matmuls" (also attention and convolutions) or "recomputes
             everything"; on accelerators also "offloads inputs" and "offloads what hides", which
             recompute the rest.
         policy: for `checkpoint`; None for "keeps everything".
-        kind: name of the module's class.
+        kind: name of the module's class; "Segment" for consecutive children.
     """
 
     path: str
@@ -53,8 +53,8 @@ class RegionFit:
 
 
 @dataclass(frozen=True)
-class Region:
-    """A module, and facts from a plain step.
+class Candidate:
+    """A module whose level is chosen, and facts from a plain step.
 
     Attributes:
         path: of the module.

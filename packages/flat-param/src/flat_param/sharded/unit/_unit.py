@@ -16,17 +16,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from .._errors import StateError
-from .._torch_compat import will_run, without_torch_function
-from ..buffers._owners import Owner
-from ..comm._capturing import is_capturing
-from ..comm._comm import Pending
-from ..comm._groups import CommGroups
-from ..layout._options import UnitOptions
-from ._first_step import mark_shown
-from ._param_piece import ParamPiece
+from ..._errors import StateError
+from ..._torch_compat import will_run, without_torch_function
+from ...buffers._owners import Owner
+from ...comm._capturing import is_capturing
+from ...comm._comm import Pending
+from ...comm._groups import CommGroups
+from ...layout._options import UnitOptions
+from ..tensor._param_piece import ParamPiece, mark_shown
+from ..tensor._piece_tensors import outside_unit
 from ._param_sites import ParamSite, ParamSites
-from ._piece_tensors import outside_unit
 from ._sharded_grads import Reduction, ShardedGrads
 from ._sharded_params import ShardedParams
 
@@ -44,6 +43,8 @@ class Unit:
         is_unsharded: whether every leaf may be read.
         frees_after_forward: whether it is resharded between forward and backward.
         frees_after_backward: whether it is resharded after backward; None: see `Schedule._release`.
+        unshards_in_backward: whether backward gathers it.
+        syncs: whether backward reduces its gradients.
         reduction: how its gradients are reduced.
         forward_prefetch: units that are gathered when its forward begins; empty for the default.
         backward_prefetch: the same for its backward.
@@ -80,6 +81,7 @@ class Unit:
         self.grads: tuple[ShardedGrads, ...] = ()
         self.frees_after_forward = True
         self.frees_after_backward: bool | None = None
+        self.unshards_in_backward = self.syncs = True
         self.reduction = Reduction()
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] = ()

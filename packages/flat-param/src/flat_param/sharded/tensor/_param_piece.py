@@ -8,19 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..buffers._dtensors import DTensorPlace
-from ..buffers._views import memory_order, outer_first
-from ..comm._clip import Spread
-from ..comm._comm import Communicator
-from ..layout._boundary import Cut
-from ..layout._shard import ShardPlan
-from ..layout._spec import ParamSpec, contiguous_stride
+from ...buffers._dtensors import DTensorPlace
+from ...buffers._views import memory_order, outer_first
+from ...comm._clip import Spread
+from ...comm._comm import Communicator
+from ...layout._boundary import Cut
+from ...layout._shard import ShardPlan
+from ...layout._spec import ParamSpec, contiguous_stride
 from ._extent import Extent
 
 if TYPE_CHECKING:
@@ -29,10 +29,28 @@ if TYPE_CHECKING:
 PIECE = "_flat_param_piece"
 
 
+@cache
+def _shards() -> Any:
+    """The module of `FlatShard`, which is imported late since DTensors are slow to import."""
+    from . import _flat_shard
+
+    return _flat_shard
+
+
 def piece_of(tensor: Any) -> ParamPiece | None:
     """The piece that a tensor is; None if it is not sharded."""
     piece: ParamPiece | None = getattr(tensor, PIECE, None)
     return piece
+
+
+def mark_replaced(param: Tensor, *, name: str) -> None:
+    """Mark a parameter that was replaced in its module."""
+    param._flat_param_replaced = name  # type: ignore[attr-defined]  # our own mark
+
+
+def mark_shown(leaf: Tensor, *, label: str) -> None:
+    """Mark a full parameter that `unshard` shows, whose updates are lost when it is resharded."""
+    leaf._flat_param_shown = label  # type: ignore[attr-defined]  # our own mark
 
 
 @dataclass(eq=False)
@@ -241,24 +259,21 @@ class ParamPiece:
     def _as_shard(
         self, local: Tensor, extent: Extent, ranges: Sequence[tuple[int, int]] | None = None
     ) -> FlatShard:
-        from ._flat_shard import FlatShard
-
-        return FlatShard(local, extent, self, ranges)
+        found: FlatShard = _shards().FlatShard(local, extent, self, ranges)
+        return found
 
     def elements(self, value: Any, name: str = "") -> Tensor:
         """This rank's elements, 1-D, of a state dict's value; raises if it does not have them."""
-        from ._flat_shard import local_elements
-
         extent = replace(self.extent, name=name) if name else self.extent
-        return local_elements(value, extent, self.place)
+        found: Tensor = _shards().local_elements(value, extent, self.place)
+        return found
 
     def rows_of(self, value: Any) -> Tensor:
         """This rank's rows of state with one row per block, like `elements`."""
-        from ._flat_shard import local_elements
-
         inner = tuple(value.shape[1:])
         extent, _ = self._extent_of_rows(inner)
-        return local_elements(value, extent, None).view(-1, *inner)
+        found: Tensor = _shards().local_elements(value, extent, None).view(-1, *inner)
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from .._errors import ParameterError
-from ..buffers._owners import FLATTENED, IGNORED, UNIT, Owner, check_owners
+from ..._errors import ParameterError
+from ...buffers._owners import FLATTENED, IGNORED, UNIT, Owner, check_owners
 
 
 def find_ignored(

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._errors import CommError
-from ..comm._capturing import is_capturing
-from ..comm._comm import Communicator
-from ..comm._groups import CommGroups
-from ..comm._host_copies import HostCopy
-from ..comm._trail import ORDER_BYTES, Trail, Unread, first_difference
-from ._unit import Unit
+from ..._errors import CommError
+from ...comm._capturing import is_capturing
+from ...comm._comm import Communicator
+from ...comm._groups import CommGroups
+from ...comm._host_copies import HostCopy
+from ...comm._trail import ORDER_BYTES, Trail, Unread, first_difference
+from ..unit._unit import Unit
 
 _COMPLEMENT = bytes(range(255, -1, -1))
 

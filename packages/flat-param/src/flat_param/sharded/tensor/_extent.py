@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buffers._views import inverse
-from ..layout._spec import contiguous_stride
+from ...buffers._views import inverse
+from ...layout._spec import contiguous_stride
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from .._errors import ParameterError, StateError
-from .._torch_compat import post_accumulate_grad_hooks
-from ..buffers._dtensors import local_of
-from ..comm._comm import Communicator
-from ._first_step import mark_replaced
+from ..._errors import ParameterError, StateError
+from ..._torch_compat import post_accumulate_grad_hooks
+from ...buffers._dtensors import local_of
+from ...comm._comm import Communicator
+from ..tensor._param_piece import mark_replaced
 
 
 def materialize(

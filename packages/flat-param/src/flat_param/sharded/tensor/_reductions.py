@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._errors import CommError, ParameterError
-from .._torch_compat import norms_of, without_torch_function
-from ..comm._comm import Communicator
-from ._param_piece import JoinedPieces, ParamPiece
+from ..._errors import CommError, ParameterError, StateError
+from ..._torch_compat import norms_of, without_torch_function
+from ...comm._comm import Communicator
+from ._param_piece import JoinedPieces, ParamPiece, piece_of
 
 MAX, MIN, SUM = dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.SUM
 Part = ParamPiece | JoinedPieces
@@ -205,6 +205,32 @@ def found_inf_anywhere(pieces: Sequence[Part], found_inf: Tensor) -> None:
     for comm in comms.values():
         if comm.world_size > 1:
             comm.all_reduce(found_inf, MAX, of_unit=False).wait()
+
+
+def check_all_ranks_search(optimizer: Any) -> None:
+    """Refuse a scaler's search for infinities in which a rank without gradients takes no part.
+
+    Raises:
+        StateError: a rank has no elements of any parameter of some dtype, so torch's `GradScaler`
+            looks at nothing there.
+    """
+    searching: dict[Any, set[int]] = {}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    pieces = [(piece_of(param), param) for param in params if param.requires_grad]
+    for piece, param in pieces:
+        if piece is not None:
+            spans = enumerate(piece.ranges())
+            ranks = {at for at, (a, b) in spans if a < b or not piece.leaves_ranks_out}
+            searching.setdefault((piece.comm.group, param.dtype), set()).update(ranks)
+    for (group, dtype), found in searching.items():
+        missing = set(range(1 if group is None else dist.get_world_size(group))) - found
+        if missing:
+            raise StateError(
+                "flat_param.fully_shard: a GradScaler looks for infinite gradients on all ranks, "
+                f"but rank {min(missing)} has no element of the optimizer's {dtype} parameters, "
+                "since boundary= keeps tensors or rows on one rank. Shard over fewer ranks or "
+                "with boundary='element', or train in bfloat16, which needs no scaler."
+            )
 
 
 class _Linked(torch.autograd.Function):

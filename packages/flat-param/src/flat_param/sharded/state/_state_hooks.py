@@ -6,18 +6,20 @@ sharded parameters.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from .._errors import FlatParamError
-from ..buffers._views import memory_order
-from ._by_hand import put_to_rest
-from ._param_sites import ParamSite
-from ._piece_tensors import plain
-from ._unit import Unit
+from ..._errors import FlatParamError
+from ...buffers._views import memory_order
+from ..tensor._piece_tensors import plain
+from ..unit._by_hand import put_to_rest
+from ..unit._param_sites import ParamSite
+from ..unit._unit import Unit
+from ._optim_state import refuse_one_rank
 
 
 def install_module_hooks(module: nn.Module, unit: Unit) -> None:
@@ -35,6 +37,8 @@ def install_module_hooks(module: nn.Module, unit: Unit) -> None:
 
 def _before(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if unit.sites.copies is None:
+        if unit.comms.gather.world_size > 1:
+            refuse_one_rank(sys._getframe(1))
         put_to_rest(unit, "state_dict")
 
 

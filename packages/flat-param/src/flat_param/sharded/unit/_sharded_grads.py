@@ -25,21 +25,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .._errors import ParameterError
-from .._torch_compat import (
+from ..._errors import ParameterError
+from ..._torch_compat import (
     assign_grad,
     post_accumulate_grad_hooks,
     with_grad_hook,
     without_torch_function,
 )
-from ..buffers._grads import GradBuffer
-from ..buffers._views import zero_gaps_
-from ..comm._buffer_pool import BufferPool
-from ..comm._comm import Pending
-from ..comm._home_stream import at_home, home_stream, record_use
-from ..comm._host_copies import HostCopy
-from ..layout._options import reduction_dtype
-from ._piece_tensors import as_piece
+from ...buffers._grads import GradBuffer
+from ...buffers._views import zero_gaps_
+from ...comm._buffer_pool import BufferPool
+from ...comm._comm import Pending
+from ...comm._home_stream import at_home, home_stream, record_use
+from ...comm._host_copies import HostCopy
+from ...layout._options import reduction_dtype
+from ..tensor._piece_tensors import as_piece
 from ._sharded_params import ShardedParams
 
 

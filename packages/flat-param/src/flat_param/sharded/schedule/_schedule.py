@@ -36,17 +36,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._errors import StateError
-from .._torch_compat import at_end_of_backward
-from ..comm._buffer_pool import BufferPool
-from ..comm._capturing import refuse_capture
-from ..comm._comm import CommLog
+from ..._errors import StateError
+from ..._torch_compat import at_end_of_backward
+from ...comm._buffer_pool import BufferPool
+from ...comm._capturing import refuse_capture
+from ...comm._comm import CommLog
+from ..tensor._nested import cast_floats, hook_nodes, tensors_in
+from ..unit._sharded_grads import ShardedGrads
+from ..unit._strays import look_for_strays
+from ..unit._unit import Unit
 from ._order import publish
 from ._passes import BackwardPass, ForwardPass, Pass, UnitBackward, UnitForward
-from ._sharded_grads import ShardedGrads
-from ._strays import look_for_strays
-from ._tensors import cast_floats, hook_nodes, tensors_in
-from ._unit import Unit
 
 
 class Schedule:
@@ -56,7 +56,7 @@ class Schedule:
         units: in the order in which they were sharded.
         log: counts of their collectives.
         pool: temporary buffers of their gradients.
-        sync: whether the next backward reduces gradients over ranks.
+        sync: whether backwards reduce gradients over ranks, if their units do.
         current: the pass; see _passes.py.
     """
 
@@ -260,8 +260,9 @@ class Schedule:
         if state.begun or state.freed:
             return
         state.begun = True
-        self._gather_for_backward(unit)
-        unit.unshard()
+        if unit.unshards_in_backward:
+            self._gather_for_backward(unit)
+            unit.unshard()
         unit.compute_with_leaves()
         self._advance(unit, state)
 
@@ -334,6 +335,7 @@ class Schedule:
         return state
 
     def _begin_backward(self) -> BackwardPass:
+        sync = self._syncs()
         callback = partial(self._end_backward)
         at_end_of_backward(callback)
         chain = self.current.chain
@@ -348,18 +350,43 @@ class Schedule:
             for outer in self.current.around(unit) if state.expected else ():
                 if outer in units:
                     units[outer].inner += 1
-        if not self.sync:
+        if not sync:
             self._accumulated |= dict.fromkeys(trained)
         self.current.is_spent = True
         self.current.backward = backward = BackwardPass(
-            sync=self.sync,
+            sync=sync,
             callback=weakref.ref(callback, partial(_on_end, weakref.ref(self))),
-            to_gather=[unit for unit in to_gather if chain.get(unit)],
-            to_reduce=[*trained, *late] if self.sync else [],
+            to_gather=[each for each in to_gather if chain.get(each) and each.unshards_in_backward],
+            to_reduce=[*trained, *late] if sync else [],
             units=units,
             is_differentiated=torch.is_grad_enabled(),
         )
         return backward
+
+    def _syncs(self) -> bool:
+        """Whether a backward that begins reduces gradients."""
+        found = {unit.syncs for unit in self.units}
+        if len(found) > 1:
+            raise StateError(
+                "flat_param.set_requires_gradient_sync: some units of a module reduce their "
+                "gradients and others do not, but the units of a tree reduce together. Call it on "
+                "the outermost module, with recurse."
+            )
+        return self.sync and all(found)
+
+    def reduce_accumulated(self) -> None:
+        """Reduce the gradients that backwards without reductions have left. Collective."""
+        self.settle()
+        callback = partial(self._end_backward)
+        self.current.backward = BackwardPass(
+            sync=True,
+            callback=weakref.ref(callback),
+            to_gather=[],
+            to_reduce=list(self._accumulated),
+            units={},
+            is_differentiated=False,
+        )
+        callback()
 
     def _gather_for_backward(self, unit: Unit) -> None:
         """Begin to gather all units up to this one, and the next ones. Collective."""

@@ -6,7 +6,9 @@ of these classes. The memory and the shape are those of the local elements.
 - Elementwise functions, views and copies run on the elements; results are pieces of every dtype.
 - Reductions of all elements are computed over the ranks that have the other elements.
 - Random functions draw the whole tensor, and keep this rank's elements.
-- `torch.nn.init` and `reset_parameters` see the shape of the whole tensor.
+- `torch.nn.init`, `reset_parameters` and the planner of `torch.distributed.checkpoint`, which saves
+  and loads pieces as shards, see the shape of the whole tensor.
+- An optimizer that takes pieces has its state dicts followed, see _optim_state.py.
 - Reductions along rows or blocks that this rank has whole run on the elements.
 - Functions of other libraries, and fused and foreach kernels, run on the elements.
 - Anything else raises: it would compute with some of the elements.
@@ -18,15 +20,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._errors import FlatParamError, ParameterError, StateError
-from .._torch_compat import allow_foreach, without_torch_function
-from ..buffers._views import memory_order
+from ..._errors import FlatParamError, ParameterError, StateError
+from ..._torch_compat import allow_foreach, without_torch_function
+from ...buffers._views import memory_order
 from ._param_piece import PIECE, JoinedPieces, ParamPiece, piece_of
 from ._piece_functions import ALONG_ROWS, ELEMENTWISE_FUNCTIONS, FILLS, JOINS, NORMS, QUESTIONS
 from ._reductions import (
@@ -34,6 +37,7 @@ from ._reductions import (
     Part,
     Trial,
     any_of_initialised,
+    check_all_ranks_search,
     dims_of,
     found_inf_anywhere,
     norms_of_pieces,
@@ -45,7 +49,12 @@ _OTHER_ERRORS = (FlatParamError, torch.OutOfMemoryError, torch.AcceleratorError)
 _TENSOR: Any = Tensor
 _VIEWS = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
 _SHAPES = {getattr(_TENSOR, name).__get__ for name in ("shape", "ndim")}
-_INITIALISERS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights")
+_IS_LEAF = _TENSOR.is_leaf.__get__
+_OF_WHOLE = (
+    *("reset_parameters", "_reset_parameters", "init_weights", "_init_weights"),
+    "create_default_local_load_plan",
+)
+"""Functions that see the shape of the whole tensor."""
 _WHOLE_SHAPE = ("size", "dim", "ndimension", "numel", "nelement")
 _GROUPS = ("torch.distributed.distributed_c10d", "torch.distributed.utils")
 
@@ -73,8 +82,21 @@ def _get(func: Any, args: Any) -> Any:
         return _marked(found, args[0])
     if func in _SHAPES and not torch.compiler.is_compiling() and _asks_for_whole(sys._getframe(2)):
         whole = _shape_for_init(args[0])
-        return found if whole is None else whole if func is not _NDIM else len(whole)
+        return found if whole is None else whole if func != _NDIM else len(whole)
+    if func == _IS_LEAF and not torch.compiler.is_compiling():
+        _follow_optimizer(sys._getframe(2))
     return found
+
+
+def _follow_optimizer(frame: Any) -> None:
+    """Have an optimizer's state dicts followed as soon as it takes a piece.
+
+    Some optimizers make their state at construction, so the first step would be too late.
+    """
+    if frame.f_code.co_name == "add_param_group":
+        # By name: that module imports this one.
+        state: Any = import_module("flat_param.sharded.state._optim_state")
+        state.follow(frame.f_locals.get("self"))
 
 
 _NDIM = _TENSOR.ndim.__get__
@@ -98,6 +120,8 @@ def _question(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             return _text(args[0])
     with without_torch_function():
         found = func(*args, **kwargs)
+    if name == "data_ptr" and not found:
+        return id(piece_of(args[0]))  # accelerate tells parameters apart by their addresses
     return _marked(found, args[0]) if name == "detach" else found
 
 
@@ -110,10 +134,8 @@ def _text(tensor: Tensor) -> str:
 
 
 def _asks_for_whole(frame: Any) -> bool:
-    """Whether code that initialises parameters reads a shape."""
-    return (
-        frame.f_globals.get("__name__") == "torch.nn.init" or frame.f_code.co_name in _INITIALISERS
-    )
+    """Whether code that initialises or loads whole tensors reads a shape."""
+    return frame.f_globals.get("__name__") == "torch.nn.init" or frame.f_code.co_name in _OF_WHOLE
 
 
 def _shape_for_init(tensor: Tensor) -> torch.Size | None:
@@ -130,7 +152,7 @@ def _elementwise(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(args[1], (Piece, PieceParameter)) and _asks_for_whole(frame):
             return first  # orthogonal_ copies the whole tensor into this view
         if frame.f_globals.get("__name__", "").startswith("torch.distributed.pipelining"):
-            raise _zero_bubble(first)
+            raise zero_bubble()
     try:
         with without_torch_function():
             found = func(*args, **kwargs)
@@ -266,11 +288,14 @@ def _of_lists(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))]
         rows = zip(*[each for each in lists if len(each) == len(found)], strict=True)
         return [_marked(one, *row, name=name) for one, row in zip(found, rows, strict=True)]
+    searches = name == "_amp_foreach_non_finite_check_and_unscale_" and not Trial.is_on
+    pieces = [piece for piece in map(piece_of, args[0]) if piece is not None] if searches else []
+    optimizer = sys._getframe(2).f_locals.get("optimizer") if searches else None
+    if optimizer is not None and any(piece.may_miss_ranks for piece in pieces):
+        check_all_ranks_search(optimizer)
     with without_torch_function():
         found = func(*args, **kwargs)
-    if name == "_amp_foreach_non_finite_check_and_unscale_" and not Trial.is_on:
-        pieces = [piece for piece in map(piece_of, args[0]) if piece is not None]
-        with without_torch_function():
+        if searches:
             found_inf_anywhere(pieces, args[1])
     return found
 
@@ -425,6 +450,11 @@ class Piece(Tensor):
         """This rank's elements as a plain tensor with the same memory."""
         return plain(self)
 
+    # Methods of DCP, which a piece has if its form in state dicts has them.
+    __create_write_items__ = property(lambda self: _write_items_of(present(self)))
+    __create_chunk_list__ = property(lambda self: present(self).__create_chunk_list__)
+    __get_tensor_shard__ = property(lambda self: present(self).__get_tensor_shard__)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         found = memo[id(self)] = as_piece(plain(self).clone(), getattr(self, PIECE))
         return found
@@ -437,9 +467,25 @@ class Piece(Tensor):
         return stored.__reduce_ex__(protocol)
 
 
+_LOOK_FOR_DTENSORS = (
+    "lightning.fabric.strategies.model_parallel",
+    "lightning_fabric.strategies.model_parallel",
+)
+"""Modules that take a model for sharded only if a parameter is a DTensor, and use state dicts."""
+
+
+def _class_of(param: PieceParameter) -> type:
+    if sys._getframe(1).f_globals.get("__name__") in _LOOK_FOR_DTENSORS:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor
+    return PieceParameter
+
+
 class PieceParameter(nn.Parameter):
     """A parameter between steps: this rank's elements, which an optimizer updates."""
 
+    __class__ = property(_class_of)  # `isinstance` asks it
     __torch_function__: Any = classmethod(_call)
     full_tensor = Piece.full_tensor
     to_local = Piece.to_local
@@ -451,6 +497,14 @@ class PieceParameter(nn.Parameter):
         return found
 
     __reduce_ex__ = Piece.__reduce_ex__
+    __create_write_items__ = Piece.__create_write_items__
+    __create_chunk_list__ = Piece.__create_chunk_list__
+    __get_tensor_shard__ = Piece.__get_tensor_shard__
+
+
+def _write_items_of(shard: Any) -> Any:
+    function = shard.__create_write_items__  # AttributeError for a plain tensor
+    return lambda name, _: function(name, shard)
 
 
 allow_foreach(PieceParameter)
@@ -543,13 +597,12 @@ def outside_unit(piece: ParamPiece, where: str) -> StateError:
     )
 
 
-def _zero_bubble(tensor: Any) -> StateError:
-    piece = piece_of(tensor)
-    label = "" if piece is None else f" {piece.label}"
+def zero_bubble() -> StateError:
+    """The error of pipelines whose backwards are in two parts."""
     return StateError(
-        f"flat_param.fully_shard: a zero-bubble pipeline asks autograd for the gradient of sharded "
-        f"parameter{label} apart from those of inputs, but gradients are reduced in one backward. "
-        "Use a schedule with whole backwards: GPipe, 1F1B or Interleaved1F1B."
+        "flat_param.fully_shard: a zero-bubble pipeline computes the gradients of parameters apart "
+        "from those of inputs, but sharded gradients are reduced in whole backwards. Use GPipe, "
+        "1F1B or Interleaved1F1B."
     )
 
 

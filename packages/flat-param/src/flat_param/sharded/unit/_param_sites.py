@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._errors import FlatParamError, ParameterError, StateError
-from .._torch_compat import without_torch_function
-from ._param_piece import ParamPiece
+from ..._errors import FlatParamError, ParameterError, StateError
+from ..._torch_compat import without_torch_function
+from ..tensor._param_piece import ParamPiece
 from ._sharded_params import ShardedParams
 
 

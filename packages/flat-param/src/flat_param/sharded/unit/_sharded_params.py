@@ -16,20 +16,20 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .._errors import ParameterError
-from .._torch_compat import without_torch_function
-from ..buffers._dtensors import as_plain, local_of, place_of_dtensor
-from ..buffers._views import ParamViews, memory_order, param_views
-from ..comm._clip import spread_of
-from ..comm._comm import Pending
-from ..comm._groups import CommGroups
-from ..comm._home_stream import SharedMemory, at_home, home_stream, record_use
-from ..comm._host_copies import HostCopy
-from ..layout._layout import Segment
-from ..layout._options import UnitOptions, compute_dtype
-from ..layout._shard import plan_shard
-from ._param_piece import ParamPiece, PieceSegment
-from ._piece_tensors import be_piece
+from ..._errors import ParameterError
+from ..._torch_compat import without_torch_function
+from ...buffers._dtensors import as_plain, local_of, place_of_dtensor
+from ...buffers._views import ParamViews, memory_order, param_views
+from ...comm._clip import spread_of
+from ...comm._comm import Pending
+from ...comm._groups import CommGroups
+from ...comm._home_stream import SharedMemory, at_home, home_stream, record_use
+from ...comm._host_copies import HostCopy
+from ...layout._layout import Segment
+from ...layout._options import UnitOptions, compute_dtype
+from ...layout._shard import plan_shard
+from ..tensor._param_piece import ParamPiece, PieceSegment
+from ..tensor._piece_tensors import be_piece
 
 
 class ShardedParams:

@@ -1,7 +1,7 @@
 """Hooks around each optimizer step: public ones of torch, for all optimizers.
 
-- At an optimizer's first step, its state dicts are made to have shards, see _optim_state.py, and
-  state that was loaded before is cut.
+- At the first step of an optimizer that was made before sharding, its state dicts are made to have
+  shards, see _optim_state.py, and its state is cut.
 - An optimizer that needs whole tensors is refused where it reads a piece, see _piece_tensors.py. It
   may have updated other parameters before, and a rank without elements never reads the piece. So a
   copy of the optimizer is first stepped on an empty piece of each parameter that is cut: the
@@ -34,13 +34,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .._errors import ParameterError
-from .._torch_compat import unhooked_step, without_torch_function
-from ..buffers._elementwise import ELEMENTWISE
+from ..._errors import ParameterError
+from ..._torch_compat import unhooked_step, without_torch_function
+from ...buffers._elementwise import ELEMENTWISE
+from ..tensor._param_piece import piece_of
+from ..tensor._piece_tensors import as_piece, be_piece, plain
+from ..tensor._reductions import Trial
 from ._optim_state import follow, params_of, settle
-from ._param_piece import piece_of
-from ._piece_tensors import as_piece, be_piece, plain
-from ._reductions import Trial
 
 _checked: WeakSet[Optimizer] = WeakSet()
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -65,7 +65,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             _check_param(optimizer, param)
         if not torch.compiler.is_compiling():
             _try_step(optimizer)
-        follow(optimizer)
+        if any(piece_of(param) is not None for param in params_of(optimizer)):
+            follow(optimizer)
         _checked.add(optimizer)
     settle(optimizer)
 
@@ -75,16 +76,6 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         pieces = [piece_of(param) for param in params_of(optimizer)]
         for segment in {piece.segment for piece in pieces if piece is not None}:
             segment.steps += 1
-
-
-def mark_replaced(param: Tensor, *, name: str) -> None:
-    """Mark a parameter that was replaced in its module."""
-    param._flat_param_replaced = name  # type: ignore[attr-defined]  # our own mark
-
-
-def mark_shown(leaf: Tensor, *, label: str) -> None:
-    """Mark a full parameter that `unshard` shows, whose updates are lost when it is resharded."""
-    leaf._flat_param_shown = label  # type: ignore[attr-defined]  # our own mark
 
 
 def _check_param(optimizer: Optimizer, param: Any) -> None:

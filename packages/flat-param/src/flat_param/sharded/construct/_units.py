@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -11,41 +13,42 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._errors import ParameterError, StateError
-from .._torch_compat import without_torch_function
-from ..buffers._dtensors import check_places, local_of, place_of_dtensor
-from ..buffers._overlap import check_apart
-from ..buffers._owners import (
+from ..._errors import ParameterError, StateError
+from ..._torch_compat import set_pipeline_state, without_torch_function
+from ...buffers._dtensors import check_places, local_of, place_of_dtensor
+from ...buffers._overlap import check_apart
+from ...buffers._owners import (
     FLATTENED,
     IGNORED,
     UNIT,
     Owner,
     check_owners,
 )
-from ..comm._agreement import agree, describe
-from ..comm._groups import CommGroups, MeshGroups
-from ..layout._arguments import (
+from ...comm._agreement import agree, describe
+from ...comm._groups import CommGroups, MeshGroups
+from ...layout._arguments import (
     check_no_grads,
     check_offload,
     check_placement,
     modules_of,
     one_device,
 )
-from ..layout._boundary import Boundary, check_rules
-from ..layout._layout import Segment, plan_segments
-from ..layout._options import UnitOptions, precision_of
-from ..layout._spec import ParamSpec, collect_params, place_of
-from ._by_hand import STOPPED, units_at_rest
-from ._first_step import install_step_hooks, mark_replaced
+from ...layout._boundary import Boundary, check_rules
+from ...layout._layout import Segment, plan_segments
+from ...layout._options import UnitOptions, precision_of
+from ...layout._spec import ParamSpec, collect_params, place_of
+from .._sharded_module import ShardedModule, checked_flag, sharded_class
+from ..schedule._schedule import Schedule
+from ..state._first_step import install_step_hooks
+from ..state._state_hooks import install_module_hooks
+from ..tensor._param_piece import mark_replaced
+from ..unit._by_hand import STOPPED, units_at_rest
+from ..unit._param_sites import ParamSite
+from ..unit._sharded_params import ShardedParams
+from ..unit._strays import watch_registrations
+from ..unit._unit import Unit
 from ._ignored import find_ignored, outside_units, own_ignored
 from ._materialize import broadcast_module, check_init, materialize, move_buffers
-from ._param_sites import ParamSite
-from ._schedule import Schedule
-from ._sharded_module import ShardedModule, checked_flag, sharded_class
-from ._sharded_params import ShardedParams
-from ._state_hooks import install_module_hooks
-from ._strays import watch_registrations
-from ._unit import Unit
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -145,7 +148,14 @@ def fully_shard(
     for each in modules:
         each.__class__ = sharded_class(type(each))
         object.__setattr__(each, "_flat_param", unit)
+        set_pipeline_state(each, partial(_reduce_accumulated, weakref.ref(each)))
     return module
+
+
+def _reduce_accumulated(module_ref: weakref.ref[nn.Module]) -> None:
+    module: Any = module_ref()
+    if module is not None:
+        module._flat_param.schedule.reduce_accumulated()
 
 
 def _join(unit: Unit, planned: _UnitPlan) -> None:

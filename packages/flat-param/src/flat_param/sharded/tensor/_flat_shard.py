@@ -34,16 +34,16 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from .._errors import StateError
-from .._torch_compat import (
+from ..._errors import StateError
+from ..._torch_compat import (
     dtensor_spec,
     make_wrapper,
     no_torch_function,
     without_torch_function,
 )
-from ..buffers._dtensors import DTensorPlace, is_dtensor
-from ..buffers._views import inverse
-from ..layout._boxes import boxes_between
+from ...buffers._dtensors import DTensorPlace, is_dtensor
+from ...buffers._views import inverse
+from ...layout._boxes import boxes_between
 from ._extent import Extent, rebuild_shard
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()

@@ -19,9 +19,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from .._errors import StateError
-from ..buffers._dtensors import is_dtensor
-from ._param_piece import piece_of
+from ..._errors import StateError
+from ...buffers._dtensors import is_dtensor
+from ..tensor._param_piece import piece_of
 from ._unit import Unit
 
 _registrations = [0]
@@ -49,9 +49,9 @@ def _refuse_ddp(ddp: Any, module: Any) -> None:
                 f"flat_param.fully_shard: DistributedDataParallel is called with "
                 f"{type(module).__name__}, whose parameter '{name}' is sharded, but it would "
                 "overwrite each rank's piece by that of rank 0. Leave DDP out, since backward "
-                "reduces gradients already, and call fully_shard on the whole module; with "
-                "accelerate, pass only the optimizer and the data to prepare(), and save with "
-                "save_sharded instead of save_state()."
+                "reduces gradients already, and call fully_shard on the whole module. With "
+                "accelerate and Trainer use their FSDP plugin with fsdp_version=2, or pass only "
+                "the optimizer and the data to prepare() and save with save_sharded."
             )
 
 

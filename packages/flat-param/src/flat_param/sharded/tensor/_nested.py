@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import is_view
+from ..._torch_compat import is_view
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

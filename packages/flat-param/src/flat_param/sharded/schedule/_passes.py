@@ -30,10 +30,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from .._torch_compat import backward_is_running
-from ..comm._comm import Pending
-from ._tensors import tensors_in
-from ._unit import Unit
+from ..._torch_compat import backward_is_running
+from ...comm._comm import Pending
+from ..tensor._nested import tensors_in
+from ..unit._unit import Unit
 
 InputHook = Callable[[weakref.ref[Unit], "UnitForward", Tensor], None]
 

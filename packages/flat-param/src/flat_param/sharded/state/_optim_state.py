@@ -1,8 +1,9 @@
 """`optimizer.state_dict()` of sharded parameters: every tensor is a shard of the full tensor.
 
-State that an optimizer makes with `zeros_like` is a piece. Hooks of the optimizer, which its first
-step registers, put shards into a state dict, and take them and whole tensors from one. State that
-is loaded before the first step is cut there.
+State that an optimizer makes with `zeros_like` is a piece. Hooks of the optimizer put shards into a
+state dict, and take them and whole tensors from one. They are registered when the optimizer takes a
+sharded parameter, or at its first step if parameters were sharded later. State that was loaded or
+made before is cut there.
 
 - A piece is cut like its parameter, and so is a plain tensor of the parameter's shape, except
   `step`: it has the shape of a 0-d parameter.
@@ -16,6 +17,7 @@ is loaded before the first step is cut there.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,13 +26,24 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._errors import StateError
-from .._torch_compat import without_torch_function
-from ..buffers._dtensors import is_dtensor
-from ..buffers._views import memory_order
-from ._param_piece import ParamPiece, piece_of
-from ._piece_tensors import Piece, as_piece, plain, present
-from ._tensors import tensors_in
+from ..._errors import StateError
+from ..._torch_compat import without_torch_function
+from ...buffers._dtensors import is_dtensor
+from ...buffers._views import memory_order
+from ..tensor._nested import tensors_in
+from ..tensor._param_piece import ParamPiece, piece_of
+from ..tensor._piece_tensors import Piece, as_piece, plain, present
+
+_LIBRARIES = ("torch.", "accelerate.", "transformers.", "peft.")
+
+_SAVE_STATE = (
+    "Call flat_param.save_sharded on every rank, and load_sharded to resume, or use accelerate's "
+    "FullyShardedDataParallelPlugin with fsdp_version=2, which saves all shards"
+)
+_SAVE_PRETRAINED = (
+    "Call full = flat_param.full_state_dict(model, rank0_only=True)['model'] on every rank, and on "
+    "the first one save_pretrained(path, state_dict=full)"
+)
 
 
 def is_cut(key: str, shape: tuple[int, ...], param_shape: tuple[int, ...]) -> bool:
@@ -42,11 +55,11 @@ _settled: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 """The state of each optimizer that was last looked at; loading makes another one."""
 
 
-def follow(optimizer: Optimizer) -> None:
-    """Have the optimizer's state dicts present and take shards, if it has sharded parameters."""
+def follow(optimizer: Any) -> None:
+    """Have the state dicts of an optimizer with sharded parameters present and take shards."""
     if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
-        return  # it wraps another optimizer, as accelerate's does, whose step is followed
-    if optimizer in _settled or all(piece_of(param) is None for param in params_of(optimizer)):
+        return  # it wraps another optimizer, as accelerate's does, which is followed
+    if optimizer in _settled:
         return
     _settled[optimizer] = None
     optimizer.register_state_dict_post_hook(_present_state)
@@ -76,6 +89,8 @@ def _present_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any
     sharded = [param for param in params if piece_of(param) is not None]
     if not sharded:
         return state
+    if any(piece.is_cut for piece in map(piece_of, sharded) if piece is not None):
+        refuse_one_rank(sys._getframe(1))
     like = next((param for param in sharded if optimizer.state.get(param)), None)
     presented: dict[Any, Any] = {}
     for key, param in zip(_keys_of(state), params, strict=True):
@@ -85,6 +100,35 @@ def _present_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any
         if values:
             presented[key] = values if piece is None else present_all(values, param, piece)
     return {**state, "state": presented}
+
+
+_FILES_OF_ONE_RANK = {
+    ("accelerate.checkpointing", "save_accelerator_state"): _SAVE_STATE,
+    ("accelerate.accelerator", "save_state"): _SAVE_STATE,
+    ("accelerate.accelerator", "get_state_dict"): "Call flat_param.full_state_dict on every rank",
+    ("transformers.modeling_utils", "save_pretrained"): _SAVE_PRETRAINED,
+    ("peft.peft_model", "save_pretrained"): _SAVE_PRETRAINED,
+}
+"""Functions of other libraries that write, on one rank, what a state dict has."""
+
+
+def refuse_one_rank(frame: Any) -> None:
+    """Refuse a state dict of shards to a function that would write those of one rank.
+
+    Args:
+        frame: of the function that called for the state dict, or of one that it called.
+    """
+    while frame is not None:
+        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module.startswith("torch.distributed") or not module.startswith(_LIBRARIES):
+            return  # a call on all ranks, or of the user
+        instead = _FILES_OF_ONE_RANK.get((module, name))
+        if instead is not None:
+            raise StateError(
+                f"flat_param.state_dict: {name}() of another library would write the shards of "
+                f"one rank. {instead}."
+            )
+        frame = frame.f_back
 
 
 def _empty_state(param: Tensor, like: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:

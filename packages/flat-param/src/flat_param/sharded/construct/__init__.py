@@ -1,0 +1,1 @@
+"""`fully_shard`, and what it does to a module before it is sharded."""

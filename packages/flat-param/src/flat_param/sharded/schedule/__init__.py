@@ -1,0 +1,1 @@
+"""When units are gathered, resharded and reduced in a pass."""

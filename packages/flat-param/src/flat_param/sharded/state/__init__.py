@@ -1,0 +1,1 @@
+"""State dicts of modules and optimizers, and checks of optimizers."""

@@ -1,0 +1,1 @@
+"""A unit: its parameters and gradients, and when a user gathers it."""
