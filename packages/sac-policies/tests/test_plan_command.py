@@ -68,7 +68,7 @@ MEASURED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_estimates_agree_with_steps_of_an_h200(tmp_path: Path) -> None:
     """Bytes within 2 % and times within 15 % of the measurements."""
     pytest.importorskip("transformers", exc_type=ImportError)

@@ -57,6 +57,10 @@ POLICIES = {
 }
 
 
+COMBINED = {"union", "intersection", "complement", "all but a name", "names but one", "scoped"}
+"""Tested at night: a combination has the answers of its rules in any engine."""
+
+
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
     torch.compiler.reset()
@@ -125,7 +129,13 @@ def _tagged(function, *args):
 
 
 @pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning")
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(policy, id=name, marks=[pytest.mark.nightly] * (name in COMBINED))
+        for name, policy in POLICIES.items()
+    ],
+)
 def test_tags_are_eagers_decisions(policy, make_block, x):
     """A policy decides equally for eager and compiled code."""
     block = _with_name(make_block())

@@ -8,7 +8,7 @@ import pytest
 
 from . import _tape_programs as programs
 
-PROGRAMS = 60
+PROGRAMS = 40
 
 
 @pytest.mark.filterwarnings("ignore")
