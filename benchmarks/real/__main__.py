@@ -1,5 +1,6 @@
 """Train a Llama of real size in many ways: ours, torch's and transformers'.
 
+    python -m benchmarks.real --front-page --pages
     python -m benchmarks.real --front-page --json results.json --figure results.svg
     python -m benchmarks.real --front-page --moe --json moe.json --figure moe.svg
     python -m benchmarks.real --model 1b --json results.json
@@ -13,8 +14,9 @@ Ratios are to the first way of each group.
 
 `--front-page` trains with AdamW, whose learning rate is 0 so that all ways can share parameters:
 a Llama of 1B with a vocabulary of 128,256, and 8 layers of Llama 8B's shape at 8k and 32k tokens,
-in at most 8 minutes of one GPU. `--moe` has a mixture of experts instead, whose router draws noise
-that no checkpoint restores; `--toy` runs the same code at toy size.
+in at most 8 minutes of one GPU. `--pages` writes its tables into README.md and docs/benchmarks.md,
+and the figure, unless gradients are wrong. `--moe` has a mixture of experts instead, whose router
+draws noise that no checkpoint restores; `--toy` runs the same code at toy size.
 
 Runs with torch, the packages of this repository, and transformers if it is installed.
 """
@@ -42,8 +44,11 @@ import torch.distributed as dist
 from .jobs import batch_shapes, jobs_of
 from .measuring import Bench, Row
 from .models import MODELS, build_subject
+from .pages import check_pages, write_pages
 from .results import Run, environment, figure, is_wrong, report
 from .ways import REBUILT, WAYS, one_rank
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -64,10 +69,28 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--toy", action="store_true", help="with --front-page: at toy size, on a CPU")
     add("--json", type=Path, metavar="OUT", help="write results, again after every round")
     add("--figure", type=Path, metavar="SVG", help="draw tokens per second against peak memory")
+    add(
+        "--pages",
+        type=Path,
+        nargs="?",
+        const=ROOT,
+        metavar="ROOT",
+        help="with --front-page: write tables and figure into the pages of a checkout; this one",
+    )
     add("--llama", choices=("transformers", "script"), help="default: transformers if installed")
     add("--device", help="default: the accelerator; cpu for toy")
     add("--list", action="store_true", help="list the ways")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.pages is not None and (not options.front_page or options.moe):
+        parser.error("--pages writes the results of --front-page without --moe")
+    if options.pages is not None and options.toy and options.pages.resolve() == ROOT:
+        parser.error("--toy measures nothing for these pages: give --pages a copy of the checkout")
+    if options.pages is not None:
+        try:
+            check_pages(options.pages)
+        except ValueError as error:
+            parser.error(f"--pages: {error}")
+    return options
 
 
 def device_of(options: argparse.Namespace, name: str) -> torch.device:
@@ -129,7 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         one_rank.cache_clear()
     write()
     print(report(result))
-    return int(any(is_wrong(run, row) for run in runs for row in run.rows))
+    wrong = any(is_wrong(run, row) for run in runs for row in run.rows)
+    if options.pages is not None and not wrong:
+        for path in write_pages(result, options.pages):
+            say(f"wrote {path}")
+    return int(wrong)
 
 
 if __name__ == "__main__":

@@ -164,11 +164,16 @@ def device_name(device: torch.device) -> str:
     return f"{[*names, platform.machine()][0]}, {torch.get_num_threads()} threads"
 
 
+def is_one_of(way: str, patterns: Sequence[str]) -> bool:
+    """Whether a way has one of these names; `*` matches any text."""
+    return any(fnmatchcase(way, one) for one in patterns)
+
+
 def is_wrong(run: Run, row: Row) -> bool:
     """Whether a way's gradients differ from plain's although they should be equal."""
     exact = {one.name for one in run.job.ways if one.exact}
     if run.job.shape.experts:
-        exact = {name for name in exact if any(fnmatchcase(name, one) for one in RUNS_ONCE)}
+        exact = {name for name in exact if is_one_of(name, RUNS_ONCE)}
     return row.gradients == "off" and row.name in exact
 
 
@@ -181,7 +186,7 @@ def figure(result: dict[str, Any]) -> str:
                 entry["way"],
                 entry["peak_mib"] / 1024,
                 entry["tokens_per_second"],
-                is_ours=any(fnmatchcase(entry["way"], one) for one in OURS),
+                is_ours=is_one_of(entry["way"], OURS),
             )
             for entry in run["ways"]
             if "ms" in entry and not entry["error"]

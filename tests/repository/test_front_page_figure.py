@@ -39,12 +39,84 @@ def measure(script: Any, folder: Path, *options: str) -> tuple[int, dict[str, An
     return status, json.loads(out.read_text()), figure.read_text()
 
 
+def copied_pages(folder: Path) -> Path:
+    """Return a folder with the pages that have measured tables."""
+    (folder / "docs/assets").mkdir(parents=True)
+    for name in ("README.md", "docs/benchmarks.md"):
+        (folder / name).write_text((ROOT / name).read_text())
+    return folder
+
+
+ROW = {"group": "eager", "error": None, "note": "", "ms_over": 1.0, "tokens_per_second": 9000}
+ROW |= {"peak_over": 1.0, "kept_mib": 1.0, "leaks": False, "gradients_off": None}
+RESULT: dict[str, Any] = {
+    "date": "2026-01-02T03:04:05",
+    "device": "NVIDIA X",
+    "python": "3.13.0",
+    "libraries": {"torch": "2.99", "transformers": None},
+    "command": "python -m benchmarks.real --front-page --pages",
+    "runs": [
+        {
+            "model": "1b-128k",
+            "parameters": 1_240_000_000,
+            "dtype": "bfloat16",
+            "sequences": 1,
+            "tokens_each": 4096,
+            "ways": [
+                ROW | {"way": "plain", "ms": 100.4, "peak_mib": 1234.5, "gradients": "equal"},
+                ROW | {"way": "checkpoint_", "ms": 130.0, "peak_mib": 2000.0, "gradients": "off"},
+                ROW | {"way": "torch SAC", "error": "it cannot"},
+            ],
+        }
+    ],
+}
+
+
+def test_results_replace_what_the_pages_said_before(tools: Any, tmp_path: Path) -> None:
+    """Between the marks only; rows that could not run are left out of the README."""
+    pages = sys.modules["benchmarks.real.pages"]
+    copy = copied_pages(tmp_path)
+    for _ in range(2):  # the marks are still there
+        pages.write_pages(RESULT, copy)
+    front, page = (copy / "README.md").read_text(), (copy / "docs/benchmarks.md").read_text()
+    assert "| a whole training step of a Llama of 1.2B, NVIDIA X | peak memory" in front
+    table = front.partition("|---|---|---|\n")[2].partition("\n\n")[0]
+    assert table.splitlines() == [
+        "| `checkpoint_` on each layer | 2,000 | 130 |",
+        "| plain | 1,234 | 100 |",
+    ]
+    assert "Gradients differ from the plain model's: `checkpoint_` on each layer." in front
+    assert "bfloat16, 1 x 4,096 tokens, AdamW, torch 2.99, 2026-01-02;" in front
+    assert "cannot run: it cannot" in page
+    for text, name in ((front, "README.md"), (page, "docs/benchmarks.md")):
+        before = (ROOT / name).read_text()
+        assert text.partition(pages.BEGIN)[0] == before.partition(pages.BEGIN)[0]
+        assert text.partition(pages.END)[2] == before.partition(pages.END)[2]
+
+
+def test_pages_without_marks_are_refused_before_anything_is_measured(
+    tools: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong folder, toy results for this checkout, and another run than the front page's."""
+    for arguments, said in (
+        (["--front-page", "--toy", "--pages", str(tmp_path)], "README.md lacks the marks"),
+        (["--front-page", "--toy", "--pages"], "give --pages a copy"),
+        (["--model", "toy", "--pages", str(tmp_path)], "results of --front-page without --moe"),
+    ):
+        with pytest.raises(SystemExit):
+            tools[0].main(arguments)
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.nightly
 def test_front_page_runs_at_toy_size(tools: Any, tmp_path: Path) -> None:
     """Gradients equal plain's, and peaks have the expected order."""
     script, _ = tools
-    status, result, figure = measure(script, tmp_path, "--llama", "script")
+    copy = copied_pages(tmp_path)
+    status, result, figure = measure(script, tmp_path, "--llama", "script", "--pages", str(copy))
     assert status == 0
+    assert (copy / "docs/assets/time-against-memory.svg").read_text() == figure
+    assert f", {result['device']} |" in (copy / "README.md").read_text()
     vocabulary, layers = (
         {entry["way"]: entry for entry in run["ways"] if not entry["error"]}
         for run in result["runs"]
