@@ -317,6 +317,7 @@ def peers(session: nox.Session, peer: str) -> None:
 # Libraries that people train with; timm's models need torchvision, which not every torch has.
 LIBRARIES = [
     "accelerate==1.15.0",
+    "datasets==5.2.0",
     "diffusers==0.42.1",
     "fairscale==0.4.13",
     "lightning==2.6.6",
@@ -326,11 +327,13 @@ LIBRARIES = [
     "timm==1.0.31",
     "torch-remat==0.2.2",
     "transformers==5.23.0",
+    "trl==1.16.0",
     "xformers==0.0.35",
 ]
 
 
-EXAMPLES = ["accelerate", "diffusers", "lightning", "peft", "safetensors", "timm", "transformers"]
+EXAMPLES = ["accelerate", "datasets", "diffusers", "lightning", "peft", "safetensors", "timm"]
+EXAMPLES += ["transformers", "trl"]
 
 
 def pins(*names: str) -> list[str]:

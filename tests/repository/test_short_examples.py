@@ -30,6 +30,8 @@ OTHERS = [
 OTHERS += [
     "hf_architectures",
     "fit_trainer",
+    "fit_loops",
+    "fit_trl",
     "finetune_llama",
     "long_context",
     "streamed_lora",

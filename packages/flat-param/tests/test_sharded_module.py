@@ -143,7 +143,9 @@ def test_units_may_be_listed_in_any_way(
 
 
 CHOICES = (
+    "finalize_backward",
     "set_is_last_backward",
+    "set_manual_backward_finalization",
     "set_requires_gradient_sync",
     "set_requires_all_reduce",
     "set_reshard_after_backward",

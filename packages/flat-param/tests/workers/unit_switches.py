@@ -127,6 +127,25 @@ def check_unit_that_backward_does_not_read_is_not_gathered(rank: int, world: int
     assert world == 1 or gathers[1] == gathers[0] - 1
 
 
+def check_gradients_that_were_left_are_reduced_by_hand(rank: int, world: int) -> None:
+    """`finalize_backward` gives what the last of several backwards would."""
+    model, whole, (ids,) = sharded(), plain(), batches(world, 1)
+    for each in (model, whole):
+        mine = ids if each is whole else share(ids, rank)
+        with model.no_sync():
+            for _ in range(2):
+                loss_of(each, mine).backward()
+            model.finalize_backward()
+            assert all(param.grad is None for param in model.parameters())
+    model.set_manual_backward_finalization(True)
+    model.finalize_backward(async_op=True).wait()
+    for param, right in zip(model.parameters(), whole.parameters(), strict=True):
+        assert (param.grad is None) == (right.grad is None)
+        if right.grad is not None:
+            torch.testing.assert_close(param.grad.full_tensor(), right.grad, rtol=1e-5, atol=1e-6)
+    assert model.finalize_backward() is None
+
+
 def check_modules_are_fsdp2s(rank: int, world: int) -> None:
     """Other libraries look for the class; methods that are missing say so."""
     model = sharded()

@@ -163,7 +163,7 @@ def fsdp_module_class() -> Any:
 def set_pipeline_state(module: Any, reduce: Callable[[], object]) -> None:
     """Have a pipeline's stage call `reduce` after the last microbatch, as it does with FSDP2.
 
-    Without the private name, every microbatch reduces gradients.
+    Only before torch 2.15, whose stages call `finalize_backward`, a public method.
     """
     from torch.distributed.fsdp import fully_shard
 

@@ -71,6 +71,13 @@ def _run(
         raise
 
 
+class ReductionHandle:
+    """What `ShardedModule.finalize_backward` returns with `async_op`; its work is done."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
 class ShardedModule(nn.Module):
     """What `fully_shard` adds to a module's class. Do not create it by hand.
 
@@ -161,6 +168,22 @@ class ShardedModule(nn.Module):
         reduces = checked_flag(requires_gradient_sync, "set_requires_gradient_sync")
         for unit in self._units(recurse):
             unit.syncs = reduces
+
+    def finalize_backward(self, async_op: bool = False) -> ReductionHandle | None:
+        """Reduce the gradients that backward passes without reductions have left. Collective.
+
+        Does nothing while `set_requires_gradient_sync(False)` is set, or inside `no_sync`.
+
+        Returns:
+            With `async_op`, a handle whose `wait()` returns at once; None otherwise.
+        """
+        is_async = checked_flag(async_op, "finalize_backward")
+        self._flat_param.schedule.reduce_accumulated()
+        return ReductionHandle() if is_async else None
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Accept what pipelines set: here, every backward finishes what it begins."""
+        checked_flag(enabled, "set_manual_backward_finalization")
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accept what pipelines set: here, every backward waits for its own reductions."""

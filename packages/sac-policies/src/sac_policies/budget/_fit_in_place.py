@@ -275,6 +275,7 @@ class _Search:
         self._elsewhere = said_of(model, regions, recomputed)
         self._cause = self._elsewhere or _why_little(model, regions, operators)
         if step.is_users and not operators.of:
+            division.undo()
             raise BudgetError(
                 f"sac_policies.fit_: step called none of the model's {len(regions)} blocks "
                 f"({regions[0][0] or 'the model'}, ...), but these are checkpointed. Call the "

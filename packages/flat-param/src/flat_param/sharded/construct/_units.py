@@ -148,14 +148,14 @@ def fully_shard(
     for each in modules:
         each.__class__ = sharded_class(type(each))
         object.__setattr__(each, "_flat_param", unit)
-        set_pipeline_state(each, partial(_reduce_accumulated, weakref.ref(each)))
+        set_pipeline_state(each, partial(_finalize_backward, weakref.ref(each)))
     return module
 
 
-def _reduce_accumulated(module_ref: weakref.ref[nn.Module]) -> None:
+def _finalize_backward(module_ref: weakref.ref[nn.Module]) -> None:
     module: Any = module_ref()
     if module is not None:
-        module._flat_param.schedule.reduce_accumulated()
+        module.finalize_backward()
 
 
 def _join(unit: Unit, planned: _UnitPlan) -> None:

@@ -377,6 +377,8 @@ class Schedule:
     def reduce_accumulated(self) -> None:
         """Reduce the gradients that backwards without reductions have left. Collective."""
         self.settle()
+        if not self._syncs():
+            return
         callback = partial(self._end_backward)
         self.current.backward = BackwardPass(
             sync=True,
