@@ -320,9 +320,12 @@ def test_compiled_module_that_writes_does_so_once(kind, policy):
 
     expected = outcome(lambda block, *args: block(*args))
     found = outcome(lambda block, *args: checkpoint(block, *args, policy=policy))
-    assert all(map(torch.equal, found, expected))
+    close = functools.partial(torch.allclose, atol=1e-5)  # in a region 2.9 runs eager kernels
+    same = torch.equal if LETS_COMPILE else close
+    assert all(map(same, found, expected))
 
 
+@pytest.mark.skipif(not LETS_COMPILE, reason="run eagerly, the module does not save the tensor")
 def test_write_to_a_tensor_that_a_writing_module_saved_is_refused():
     """As by plain autograd; saved-tensor hooks turn off its own comparison."""
     torch._dynamo.reset()
