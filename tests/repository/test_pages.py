@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import re
@@ -32,6 +33,20 @@ FILES_OF_TORCH = [
     "nn/modules/module.py",
     "optim/optimizer.py",
 ]
+
+
+GUIDES = [
+    "out-of-memory",
+    "one-gpu",
+    "many-gpus",
+    "long-context",
+    "moe",
+    "compile",
+    "find-modules",
+    "plan-memory",
+    "migrate",
+]
+REPLACED = {"fairscale", "torchtune"}  # shown on a page as the code before
 
 
 def script(name: str) -> ModuleType:
@@ -176,6 +191,31 @@ def test_tables_align_numbers_and_show_bars_in_code(pages: ModuleType) -> None:
     assert "| <code>a &#124; b</code> | 1,024.5 | 3 |" in shown
     words = "| a | b |\n|---|---|\n| 1 | two |\n| x | 2 |\n"
     assert pages.tables(words) == words
+
+
+def code_of(page: str) -> list[str]:
+    """Return the Python blocks of a page that readers see."""
+    return re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_install_line_of_a_guide_names_its_imports(guide: str) -> None:
+    """A reader who installs what the page says can run each of its blocks."""
+    page = (ROOT / f"docs/{guide}.md").read_text(encoding="utf-8")
+    installed = re.findall(r"`python -m pip install ([^`]+)`", page)[0].replace("-", "_").split()
+    nodes = [node for code in code_of(page) for node in ast.walk(ast.parse(code))]
+    plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    origins = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    imported = {name.partition(".")[0] for name in (*plain, *origins)}
+    assert imported - sys.stdlib_module_names - REPLACED - {"torch"} - set(installed) == set()
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_guide_prints_and_shows_what_it_achieved(guide: str) -> None:
+    """A block of code that prints is followed by its output."""
+    page = (ROOT / f"docs/{guide}.md").read_text(encoding="utf-8")
+    shown = re.split(r"^```text\n", page, flags=re.MULTILINE)
+    assert any("print(" in "".join(code_of(before)[-1:]) for before in shown[:-1])
 
 
 @pytest.mark.parametrize("part", sorted(PARTS))

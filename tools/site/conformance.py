@@ -16,16 +16,22 @@ from torchparts_conformance import _pages, _results
 
 FOLDER = "conformance"
 DATE = re.compile(r"\b(\d{4})-(\d\d)-(\d\d)\b")
+LONG_NAME = re.compile(r"\b(?:[A-Z][a-z]+){3,}\b")
 
 
 def pages(docs: Path) -> dict[str, str]:
     """Return every generated page by its path below the docs folder."""
     results = _results.read(docs / FOLDER / "results.json")
-    found = {
-        # Non-breaking hyphens: a table on a phone would divide the dates.
-        "results.md": DATE.sub("\\1\u2011\\2\u2011\\3", _pages.results_page(results)),
-    }
+    # On a phone, a table divides dates unless their hyphens are non-breaking, and a long name
+    # only where it is allowed to.
+    text = DATE.sub("\\1\u2011\\2\u2011\\3", _pages.results_page(results))
+    found = {"results.md": LONG_NAME.sub(_divisible, text)}
     return {f"{FOLDER}/{name}": text for name, text in (found | _pages.requirement_pages()).items()}
+
+
+def _divisible(name: re.Match[str]) -> str:
+    """Return a CamelCase name that may be divided before each capital."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "<wbr>", name[0])
 
 
 def on_files(files: Files, *, config: Any) -> Files:
