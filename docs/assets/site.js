@@ -46,7 +46,8 @@ function nameParts() {
   document.querySelector("#__search")?.setAttribute("aria-label", "Search");
   document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
   document.querySelector("#__drawer")?.setAttribute("aria-label", "Menu");
-  for (const box of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code")) {
+  const boxes = ".md-typeset__scrollwrap, .md-typeset pre > code, p:has(> img[src*='against-memory'])";
+  for (const box of document.querySelectorAll(boxes)) {
     box.tabIndex = 0;
   }
 }
