@@ -108,7 +108,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run tests, types and the conformance suite, two at a time; or one: `-- NAME`."""
+    """Run tests, types and the conformance suite, three at a time; or one: `-- NAME`."""
     install_parts(session, *PACKAGES)
     session.install(*constraint(), *TEST_TOOLS, *EXTRAS, "mypy==2.4.1")
     session.run("python", "tools/checks.py", *session.posargs)

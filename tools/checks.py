@@ -1,4 +1,4 @@
-"""Run the checks that need torch, two at a time.
+"""Run the checks that need torch, three at a time: tests of ranks often wait.
 
     python tools/checks.py                        all of them
     python tools/checks.py flat-param             one
@@ -25,6 +25,7 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = ("-m", "pytest", "--timeout=600", "--durations=5", "-m", "not nightly")
+LANES = 3
 GUIDES = ("README.md", "docs/*.md", "docs/how-*/*.md")
 
 
@@ -56,7 +57,7 @@ def of_package(name: str) -> Check:
     return Check(name, (*PYTEST, f"{folder}/tests", f"{folder}/src", *pages))
 
 
-# The longest first, so that both lanes end together.
+# The longest first, so that all lanes end together.
 CHECKS = (
     of_package("sac-policies"),
     of_package("flat-param"),
@@ -120,24 +121,26 @@ class Lane:
 
 
 def run(checks: Sequence[Check], extra: Sequence[str] = ()) -> int:
-    """Run checks in two lanes, and print how long each took; return 1 if any failed."""
+    """Run checks in lanes, and print how long each took; return 1 if any failed."""
     left, lock = deque(checks), threading.Lock()
-    here, beside = Lane(left, extra, lock), Lane(left, extra, lock)
-    other = threading.Thread(target=beside.run)
-    other.start()
+    lanes = [Lane(left, extra, lock) for _ in range(LANES)]
+    threads = [threading.Thread(target=lane.run) for lane in lanes]
+    for thread in threads:
+        thread.start()
     try:
-        here.run()
-        other.join()
+        for thread in threads:
+            thread.join()
     finally:  # also after an interrupt
         left.clear()
-        here.stop()
-        while other.is_alive():
-            beside.stop()
-            other.join(0.1)
-    took_s = here.took_s | beside.took_s
+        while any(thread.is_alive() for thread in threads):
+            for lane in lanes:
+                lane.stop()
+            threads[0].join(0.1)
+    took_s = {name: seconds for lane in lanes for name, seconds in lane.took_s.items()}
+    failures = {name for lane in lanes for name in lane.failed}
     for name in sorted(took_s, key=lambda each: -took_s[each]):
         print(f"{took_s[name]:5.0f} s  {name}")
-    failed = [check.name for check in checks if check.name in here.failed | beside.failed]
+    failed = [check.name for check in checks if check.name in failures]
     for name in failed:
         print(f"failed: {name}  (nox -s tests -- {name})")
     if not failed:

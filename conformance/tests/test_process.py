@@ -47,7 +47,7 @@ def run(suite, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", [pytest.param("1", marks=pytest.mark.nightly), "2"])
 def test_processes_share_the_cases_and_give_one_report(run, suite, capsys, jobs):
     suite.write(
         "cases/conftest.py",
@@ -67,7 +67,10 @@ def test_processes_share_the_cases_and_give_one_report(run, suite, capsys, jobs)
     ("body", "said"),
     [
         ("os._exit(7)", "without a report and with status 7 during ckpt_wrap/test_cases.py::"),
-        ("os.kill(os.getpid(), 9)", "without a report and by signal 9 during"),
+        pytest.param(
+            *("os.kill(os.getpid(), 9)", "without a report and by signal 9 during"),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_implementation_that_ends_the_process_fails_the_run(run, suite, capsys, body, said):

@@ -74,12 +74,14 @@ def _lines(script: str) -> list[str]:
 
 
 @needs_proc
+@pytest.mark.nightly
 def test_destroyed_groups_end_before_the_interpreter() -> None:
     """The models are global variables, which the interpreter clears only after its threads."""
     assert _lines(START + SHARDED + HANDLE + DESTROYED) == ["at exit 0 False"]
 
 
 @needs_proc
+@pytest.mark.nightly
 def test_groups_that_were_not_destroyed_stay() -> None:
     """Others may still use them; torch itself says what is missing."""
     (line,) = _lines(START + SHARDED)

@@ -36,7 +36,13 @@ def test_rank_killed_in_a_step_is_named_by_all_others(
             assert result["seconds"] < TIMEOUT_S
 
 
-@pytest.mark.parametrize("how", ["first call", "later call", "ended"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "first call",
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("later call", "ended")),
+    ],
+)
 def test_checkpoint_call_on_one_rank_ends_with_the_timeout(ranks: Any, how: str) -> None:
     """The group of checkpoints has the timeout of the default group, here 4 s."""
     first, _ = ranks(2, "absent_rank", how)

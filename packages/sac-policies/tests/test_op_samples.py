@@ -52,7 +52,7 @@ OUT = [op for op in OPS if op.supports_out and name_of(op) not in OWN_UNDER_A_MO
 def parameters(ops: list[Any]) -> list[Any]:
     """Every fourth operator; the others run at night."""
     return [
-        pytest.param(op, id="-".join(name_of(op)), marks=[pytest.mark.nightly] * (at % 4 > 0))
+        pytest.param(op, id="-".join(name_of(op)), marks=[pytest.mark.nightly] * (at % 8 > 0))
         for at, op in enumerate(ops)
     ]
 

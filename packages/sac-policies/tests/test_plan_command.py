@@ -83,6 +83,7 @@ def test_estimates_agree_with_steps_of_an_h200(tmp_path: Path) -> None:
         assert step.seconds * 1e3 == pytest.approx(ms, rel=0.15), level
 
 
+@pytest.mark.nightly
 def test_equal_blocks_need_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates are identical to the byte with a few forwards over the equal blocks."""
     source = SUBJECT.replace(":build", ":build_stack")
@@ -112,6 +113,7 @@ def test_levels_are_ordered_and_offload_keeps_no_inputs() -> None:
     assert steps[0].peak_bytes > 2 * steps[-1].peak_bytes
 
 
+@pytest.mark.nightly
 def test_hidden_copies_save_time_where_the_link_is_fast() -> None:
     """The device holds the values of a block and the next one; a slow link hides nothing."""
     known, steps = no_workspace(), []
@@ -218,6 +220,7 @@ def test_devices_have_sound_numbers() -> None:
     assert device.copy_seconds(55 * 10**9) == pytest.approx(1)
 
 
+@pytest.mark.nightly
 def test_largest_step_fits_and_no_larger_one() -> None:
     """Tokens in whole sequences, with all blocks on one level."""
     budget, length = 150 << 20, 64
@@ -232,6 +235,7 @@ def test_largest_step_fits_and_no_larger_one() -> None:
         assert peaks[0] <= budget < peaks[1], level
 
 
+@pytest.mark.nightly
 def test_smallest_device_that_fits_is_printed(capsys: Any) -> None:
     """From the table, whichever device was asked for."""
     arguments = ["plan", SUBJECT, "--device", "H200", "--optimizer", "none", "--tokens"]
@@ -246,6 +250,7 @@ def test_smallest_device_that_fits_is_printed(capsys: Any) -> None:
     assert found["8192x16k"] == "none"
 
 
+@pytest.mark.nightly
 def test_model_that_takes_no_fake_tensors_is_built_on_meta(capsys: Any) -> None:
     """Tied weights stay tied."""
     converted = estimate(f"{SUBJECT}_converted", no_workspace(), (4, 512))
