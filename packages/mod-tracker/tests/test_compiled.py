@@ -117,7 +117,7 @@ def test_function_of_the_inductor_is_noted_with_its_module(x):
 
 
 def test_compiled_code_is_noted_with_its_module(monkeypatch, x):
-    """The inductor's class, and this one in its place, is patched inside a report only."""
+    """A class is patched inside a report only; here another class replaces the inductor's."""
 
     class CompiledFxGraph:
         def __call__(self, inputs):

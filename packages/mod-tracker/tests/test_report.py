@@ -182,7 +182,7 @@ def test_calls_are_those_in_forward(report_of, checkpointed):
 
 
 def test_sum_over_modules_that_match_counts_nothing_twice(x):
-    """The stages of a pipeline are models of their own."""
+    """Each stage of a pipeline is a separate model."""
     stages = [nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.ReLU()) for _ in range(2)]
     with profile_flops() as report:
         for stage in stages:

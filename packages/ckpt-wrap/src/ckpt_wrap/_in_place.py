@@ -218,9 +218,9 @@ def become(module: M, **change: Any) -> M:
 
 
 class OwnForward:
-    """The forward that an instance has of its own, such as that of accelerate's hooks.
+    """A `forward` that is set on the instance, for example by accelerate's hooks.
 
-    It comes before the forward of the class, so it runs through the behaviour in its place.
+    Python finds it before the class's `forward`, so it has to go through the behaviour itself.
     """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:

@@ -234,7 +234,7 @@ def check_all_ranks_search(optimizer: Any) -> None:
 
 
 class _Linked(torch.autograd.Function):
-    """A value that stands in the graph where another tensor is."""
+    """Returns a given value in forward, and passes gradients to another tensor in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
