@@ -138,7 +138,7 @@ def test_report_lists_what_is_held():
 
 
 def test_report_says_why_results_are_held():
-    """Integers, and values computed under no_grad."""
+    """Integers, values computed under no_grad, and values that a gradient inside recomputes."""
     x = torch.randn(64, 64, requires_grad=True)
 
     def run(t):
@@ -153,3 +153,11 @@ def test_report_says_why_results_are_held():
         "aten.exp.default": "it was made without gradients",
         "aten.topk.default": "integer results are held",
     }
+
+    def inside(t):
+        (grad,) = torch.autograd.grad((t @ t).sin().sum(), t, create_graph=True)
+        return grad.tanh()
+
+    (held,) = report(inside, x, policy=recompute_all()).kept_anyway
+    assert (held.op, held.held_bytes) == ("aten.mm.default", x.nbytes)
+    assert held.why == "a gradient inside the forward recomputed it"
