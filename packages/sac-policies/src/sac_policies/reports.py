@@ -167,7 +167,7 @@ def _bytes(count: int) -> str:
     return f"{size:,.1f} {unit}"
 
 
-def _row(policy: Policy, view: OpView, answer: Answer) -> Row:
+def _row(policy: Policy, view: OpView, answer: Answer, *_: Any) -> Row:
     return Row(
         op=str(view.op),
         index=view.index,
@@ -229,9 +229,9 @@ def report(function: Callable[..., Any], *args: Any, policy: PolicyLike, **kwarg
     held = tape.held_bytes()
     del out
     rows = []
-    for at, call in enumerate(reading.calls):
-        size, keeps = held.get(at, 0), call.said.decision.keeps
-        read = (size > 0 or call.is_moved) if keeps else None
-        why = call.why if size and not keeps else ""
-        rows.append(replace(call.said, read=read, held_bytes=size, why=why))
+    for at, row in enumerate(reading.calls):
+        size, keeps = held.get(at, 0), row.decision.keeps
+        read = (size > 0 or at in reading.moved) if keeps else None
+        why = reading.whys[at] if size and not keeps else ""
+        rows.append(replace(row, read=read, held_bytes=size, why=why))
     return Report(tuple(rows), sum(held.values()))

@@ -19,6 +19,7 @@ from ..eager._reading import Reading, ReadTape
 from ..eager._values import OpCall, Value
 from ..policies._decisions import Answer
 from ..policies._flops import flops_of
+from ..policies._operators import facts_of
 from ..policies._plans import Unit
 from ..policies._rules import RECOMPUTE_ALL, is_count
 from ..policies._views import OpView
@@ -93,26 +94,21 @@ def _traced(function: Callable[..., Any], args: Any, kwargs: Any, unit: Unit) ->
     """Run one forward, and return its trace."""
     clock = _Clock() if unit == "ns" else None
 
-    def cost(view: OpView, _: Answer) -> int:
-        if clock is not None:
-            return clock.spent(view.op)
-        flops = flops_of(view.op, view.args, view.kwargs, view.output)
-        return flops or sum(each.numel() for each in tensors_in(view.output))
+    def traced(view: OpView, _: Answer, made_bytes: int, inputs: tuple[int, ...]) -> TracedOp:
+        if clock is None:
+            cost = flops_of(view.op, view.args, view.kwargs, view.output)
+            cost = cost or sum(each.numel() for each in tensors_in(view.output))
+        else:
+            cost = clock.spent(view.op)
+        draws = facts_of(view.op).draws(view.args)
+        return TracedOp(str(view.op), view.index, made_bytes, cost, inputs, draws=draws)
 
-    reading = Reading(RECOMPUTE_ALL, cost, names=False)
+    reading = Reading(RECOMPUTE_ALL, traced, names=False)
     with clock or nullcontext():
         tape, out = reading.read(function, args, kwargs)
     ops = tuple(
-        TracedOp(
-            str(each.op),
-            each.index,
-            each.made_bytes,
-            each.said,
-            each.inputs,
-            overwritten=each.overwritten,
-            draws=each.draws,
-        )
-        for each in reading.calls
+        replace(each, overwritten=at in reading.overwritten)
+        for at, each in enumerate(reading.calls)
     )
     found = Trace(unit, ops, tuple(_packs(tape, reading)))
     del out  # until here autograd holds what it saved
@@ -143,7 +139,7 @@ def _now(values: Any) -> int:
     return time.perf_counter_ns()
 
 
-def _packs(tape: ReadTape, reading: Reading[int]) -> Iterator[TracedPack]:
+def _packs(tape: ReadTape, reading: Reading[TracedOp]) -> Iterator[TracedPack]:
     """Yield what autograd holds, in the order in which it was saved."""
     live = [value for value in (each() for each in tape.saves) if value is not None]
     replayed = {id(each.held) for each in live if tape.storages[each].again}

@@ -49,52 +49,32 @@ class Storage:
     is_copy: bool = False
 
 
-@dataclass(frozen=True)
-class ReadCall(Generic[T]):
-    """One call of an operator that the policy is asked about.
-
-    Attributes:
-        op: the operator.
-        index: number among the calls of the operator.
-        said: what `describe` returned.
-        answer: of the policy.
-        made_bytes: of the storages that it made.
-        inputs: positions of the calls that made its inputs, ascending.
-        draws: whether it draws random numbers.
-        why: reason why its result is held although the policy does not keep it.
-        overwritten: whether a later call writes to its result.
-        is_moved: whether a result was copied to the host.
-    """
-
-    op: Operator
-    index: int
-    said: T
-    answer: Answer
-    made_bytes: int
-    inputs: tuple[int, ...]
-    draws: bool
-    why: str
-    overwritten: bool = False
-    is_moved: bool = False
-
-
 class Reading(Policy, Generic[T]):
-    """Asks a policy about every call, and lists the calls.
+    """Asks a policy about every call, and describes the calls.
 
     Args:
         policy: decides.
-        describe: called with each call and its answer.
+        describe: called with each call, its answer, the bytes of the storages that it made, and
+            the positions of the calls that made its inputs, ascending.
         names: whether tensors that are given a name count as calls.
 
     Attributes:
-        calls: in the order they ran.
+        calls: what `describe` returned, in the order of the calls.
+        whys: by position, why a result is held although the policy does not keep it.
+        overwritten: positions of calls to whose results a later call writes.
+        moved: positions of calls with a result that was copied to the host.
     """
 
     def __init__(
-        self, policy: Policy, describe: Callable[[OpView, Answer], T], *, names: bool
+        self,
+        policy: Policy,
+        describe: Callable[[OpView, Answer, int, tuple[int, ...]], T],
+        *,
+        names: bool,
     ) -> None:
         self._policy, self._describe, self._names = policy, describe, names
-        self.calls: list[ReadCall[T]] = []
+        self.calls, self.whys = list[T](), list[str]()
+        self.overwritten, self.moved = set[int](), set[int]()
         self._storages = WeakIdKeyDictionary()
         self._table = Table(self)
 
@@ -107,14 +87,12 @@ class Reading(Policy, Generic[T]):
     def decide(self, view: OpView) -> Answer:
         """Return the policy's answer."""
         answer = self._policy.decide(view)
-        args, kwargs, facts = view.args, dict(view.kwargs), facts_of(view.op)
+        args, kwargs = view.args, dict(view.kwargs)
         self._table.run_of(view.op, self)
         recorder, at = self._table.recorders[view.op], len(self.calls)
         read = {self.storage_of(each).made_by for each in tensors_in((args, kwargs))}
-        for tensor in facts.written(args, kwargs):
-            maker = self.storage_of(tensor).made_by
-            if maker >= 0:
-                self.change(maker, overwritten=True)
+        for tensor in facts_of(view.op).written(args, kwargs):
+            self.overwritten.add(self.storage_of(tensor).made_by)
         results, made = tensors_in(view.output), list[int]()
         for tensor in results:
             storage = storage_under(tensor)
@@ -125,23 +103,10 @@ class Reading(Policy, Generic[T]):
                 made.append(storage.nbytes())
             elif not recorder.shares:
                 self._storages[storage] = replace(self._storages[storage], last=at)
-        self.calls.append(
-            ReadCall(
-                view.op,
-                view.index,
-                self._describe(view, answer),
-                answer,
-                sum(made),
-                tuple(sorted(read - {-1})),
-                facts.draws(args),
-                _reason(recorder, all(each.is_floating_point() for each in results)),
-            )
-        )
+        self.whys.append(_reason(recorder, all(each.is_floating_point() for each in results)))
+        inputs = tuple(sorted(read - {-1}))
+        self.calls.append(self._describe(view, answer, sum(made), inputs))
         return answer
-
-    def change(self, at: int, **facts: Any) -> None:
-        """Change what is known of a call."""
-        self.calls[at] = replace(self.calls[at], **facts)
 
     def constant(self, op: Operator) -> Constant:
         """Return DEPENDS, so that the policy is called every time."""
@@ -206,8 +171,7 @@ class ReadTape(Tape):
             if own.last >= 0:
                 found[own.last] = found.get(own.last, 0) + storage_bytes(value.held)
             if own.again:
-                why = "a gradient inside the forward recomputed it"
-                self._reading.change(own.last, why=why)
+                self._reading.whys[own.last] = "a gradient inside the forward recomputed it"
         return found
 
     def note_mask(self, mask: torch.Tensor, version: int) -> None:
@@ -230,9 +194,8 @@ class ReadTape(Tape):
 
     def _move(self, value: Value, tensor: torch.Tensor) -> None:
         super()._move(value, tensor)
-        last = self._reading.storage_of(tensor).last
-        if value.held is None and last >= 0:
-            self._reading.change(last, is_moved=True)
+        if value.held is None:
+            self._reading.moved.add(self._reading.storage_of(tensor).last)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         saved = super()._pack(tensor)
