@@ -11,9 +11,7 @@ maximum of each number over ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -365,24 +363,19 @@ class _Search:
 
     def _hide_copies(self) -> None:
         """Choose for each kind of block the values whose copies its forward hides. Collective."""
-        kinds = [kind_of(each.module) for each in self._regions]
-        first = [kinds.index(kind) for kind in kinds]
-        found: dict[int, Hidden] = {}
+        regions = [each for each in self._regions if not each.is_compiled]
+        found: dict[type[nn.Module], Hidden] = {}
 
         def begin(number: int, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
-            if number not in found:
-                found[number] = hidden_by(call, args, kwargs, self._step.device)
+            kind = kind_of(regions[number].module)
+            if kind not in found:
+                found[kind] = hidden_by(call, args, kwargs, self._step.device)
 
-        with ExitStack() as stack:
-            for number in dict.fromkeys(first):
-                module = self._regions[number].module
-                if not self._regions[number].is_compiled:
-                    call = partial(begin, number, module.forward)
-                    stack.enter_context(around_calls(module, call, lambda _: None))
+        with around_calls([each.module for each in regions], begin):
             self._step.run()
-        found = from_first_rank(found)
-        for at, number in enumerate(first):
-            plan, size = found.get(number, (None, 0))
+        kinds = [kind_of(each.module) for each in self._regions]
+        chosen = from_first_rank([found.get(kind, (None, 0)) for kind in kinds])
+        for at, (plan, size) in enumerate(chosen):
             self._regions[at] = replace(self._regions[at], hidden=plan, hidden_bytes=size)
 
     def _learn(self) -> None:

@@ -14,9 +14,8 @@ are divided evenly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -56,10 +55,7 @@ def marked(regions: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
             if tensor.requires_grad:
                 tensor.register_hook(gradient)
 
-    with ExitStack() as stack:
-        for number, module in enumerate(regions):
-            around = around_calls(module, partial(begin, number), partial(end, number))
-            stack.enter_context(around)
+    with around_calls(regions, begin, end):
         yield
 
 

@@ -238,10 +238,7 @@ def _hidden(
             size = sum(size for (op, _), size in trace.replayable.items() if op in away)
             found[kind] = Plan(tuple(rows)), input_bytes + size
 
-    with blocks.standing_in(), ExitStack() as stack:
-        for number, block in enumerate(blocks.modules):
-            call = partial(begin, number, block.forward)
-            stack.enter_context(around_calls(block, call, lambda _: None))
+    with blocks.standing_in(), around_calls(blocks.modules, begin):
         subject.loss_of()
     return [found[kind] for kind in kinds]
 
