@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from sac_policies.__main__ import main
-from sac_policies._errors import BudgetError
 from sac_policies.budget._checkpointed import Checkpointed
 from sac_policies.budget._measure import storage_bytes
 from sac_policies.plan import _alike
 from sac_policies.plan._alike import Blocks
 from sac_policies.plan._devices import DEVICES, Device, device_named
-from sac_policies.plan._model import parse_tokens
 from sac_policies.plan._plan import _POLICIES, HIDDEN, OFFLOADED, PLAIN, estimate
 
 from ._fitted import peak_growth
@@ -179,6 +177,7 @@ def test_command_says_what_would_help(capsys: Any) -> None:
     [
         (["--device", "H1000"], "Did you mean 'H100'"),
         (["--tokens", "many"], "tokens 'many' do not parse"),
+        (["--tokens", "0"], "tokens '0' do not parse"),
         (["--memory", "much"], "size 'much' does not parse"),
     ],
 )
@@ -200,14 +199,6 @@ def test_wrong_models_are_named(model: str, said: str, capsys: Any) -> None:
     """The message says which attribute is missing or which object was returned."""
     assert main(["plan", model, "--device", "H100"]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_tokens_are_read() -> None:
-    """Sequences come first; k means 1,024."""
-    assert parse_tokens("32k") == (1, 32768)
-    assert parse_tokens("4x2048") == (4, 2048)
-    with pytest.raises(BudgetError, match="do not parse"):
-        parse_tokens("0")
 
 
 def test_devices_have_sound_numbers() -> None:
