@@ -42,7 +42,9 @@ def assert_as_measured(found: Any, run: Callable[[], object], state: list[torch.
     assert found.peak_bytes == pytest.approx(taken, rel=0.02)
 
 
-@pytest.mark.parametrize("budget", ["90%", "70%", "60%"])
+@pytest.mark.parametrize(
+    "budget", ["90%", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("70%", "60%"))]
+)
 def test_accumulation_fits_as_predicted(budget: str) -> None:
     """The parts keep their values one after the other, and gradients from the first part on."""
     model, plain = stack(), stack()
