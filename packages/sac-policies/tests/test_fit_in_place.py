@@ -58,25 +58,6 @@ def test_a_step_fits_and_gradients_are_the_plain_ones(budget: Any) -> None:
     assert all(map(torch.equal, training(model), training(plain)))
 
 
-<<<<<<< HEAD
-=======
-def _attending() -> nn.Module:
-    return nn.Sequential(*(nn.TransformerEncoderLayer(24, 2, 48) for _ in range(3)))
-
-
-class _Residual(nn.Module):
-    """A block of a ResNet; x is (images, channels, rows, columns)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Conv2d(6, 6, 3, padding=1, bias=False) for _ in range(2))
-        self.one, self.two = nn.BatchNorm2d(6), nn.BatchNorm2d(6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(x + self.two(self.second(torch.relu(self.one(self.first(x))))))
-
-
->>>>>>> main
 class _Shared(nn.Module):
     """One block that runs four times, as in ALBERT; x is (256, 24)."""
 
@@ -206,12 +187,7 @@ def test_infeasible_names_the_cause() -> None:
     """A model without blocks is one block; blocks that nobody calls save nothing."""
     one = fit_(nn.Linear(8, 8), ROWS, "60%")
     assert "Linear has no modules that repeat and have parts" in str(one)
-<<<<<<< HEAD
     around = fit_(model := Around(), ROWS, "50%")
-=======
-    model = Around()
-    around = fit_(model, ROWS, "50%")
->>>>>>> main
     assert isinstance(around, Infeasible)
     assert around.smallest_bytes // 2 == around.budget_bytes
     assert own_forwards(model) == []
