@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sac_policies.budget._measure import storage_bytes
+from sac_policies.budget._measure import bytes_of
 
 from ._fitted import peak_growth
 
@@ -48,7 +48,7 @@ def test_peak_ignores_what_was_there_before() -> None:
 def test_shared_storage_counts_once() -> None:
     """Views, None and other devices are not added."""
     x = torch.ones(100)
-    assert storage_bytes([x, x[10:], None, torch.ones(3, device="meta")], device=CPU) == 400
+    assert bytes_of([x, x[10:], None, torch.ones(3, device="meta")], device=CPU) == 400
 
 
 @pytest.mark.cuda

@@ -13,7 +13,7 @@ import torch
 
 from sac_policies.__main__ import main
 from sac_policies.budget._checkpointed import Checkpointed
-from sac_policies.budget._measure import storage_bytes
+from sac_policies.budget._measure import bytes_of
 from sac_policies.plan import _alike
 from sac_policies.plan._alike import Blocks
 from sac_policies.plan._devices import DEVICES, Device, device_named
@@ -45,7 +45,7 @@ def measured_peak(level: str) -> int:
 
     step()
     step()
-    resident = storage_bytes([*model.parameters(), tokens], device=CPU)
+    resident = bytes_of([*model.parameters(), tokens], device=CPU)
     return resident + peak_growth(step, device=CPU)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ._measure import Interval, highest, storage_bytes
+from ._measure import Interval, bytes_of, highest
 from ._sizes import format_size
 from ._step import BACKWARD, Step
 
@@ -28,8 +28,8 @@ def what_helps(step: Step, plain: Sequence[Interval], smallest: int, allowed: in
 def _ways(step: Step, plain: Sequence[Interval], smallest: int, lacking: int) -> Iterator[str]:
     device = step.device
     params = list(step.model.parameters())
-    weights = storage_bytes(params, device=device)
-    gradients = storage_bytes([p for p in params if p.requires_grad], device=device)
+    weights = bytes_of(params, device=device)
+    gradients = bytes_of([p for p in params if p.requires_grad], device=device)
     state = step.optimizer_bytes()
     logits = tail_bytes(plain)
     saved = logits - logits // SLICES

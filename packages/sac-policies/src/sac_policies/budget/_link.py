@@ -19,7 +19,7 @@ from ..eager._parted import parted
 from ..policies._decisions import Decision
 from ..policies._plans import Plan
 from ._checkpointed import inputs_among
-from ._measure import storage_bytes
+from ._measure import bytes_of
 from ._profile import profile
 from ._trace import Item, Trace
 
@@ -195,7 +195,7 @@ def hidden_by(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.de
         kwargs: its keyword arguments. With a mutable argument, such as a cache, nothing is run.
         device: an accelerator.
     """
-    input_bytes = storage_bytes(inputs_among((args, kwargs)), device=device)
+    input_bytes = bytes_of(inputs_among((args, kwargs)), device=device)
     if parted(call, args, kwargs) is None:
         return None, input_bytes
     try:

@@ -1,7 +1,7 @@
 """Measures the memory and time that a step takes between marks.
 
-`Marks` divides a step. A source observes it: the CPU profiler and the fake tensors of `plan` list
-each allocation, an accelerator has totals. Lists tell also by whom and for what memory was taken.
+`Marks` divides a step, and a source observes it: the CPU profiler and the fake tensors of `plan`
+list allocations, from which `accounted` makes intervals; an accelerator has totals.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from .._errors import BudgetError
-from .._torch_compat import storage_bytes as bytes_under
-from .._torch_compat import storage_key
+from .._torch_compat import storage_bytes, storage_key
 from ..eager._moved import counters, measured
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
@@ -90,9 +89,9 @@ def tail_of(keys: Iterable[Any]) -> Key | None:
     return ends[-1] if ends else None
 
 
-Event = tuple[int, int | None] | None
+Event = tuple[int, int | None] | int
 """Address and bytes of an allocation, or of a release as a negative number. With None, the memory
-there is a parameter's gradient. A mark is None."""
+there is a parameter's gradient. A mark is its time in nanoseconds."""
 
 
 class Source(Protocol):
@@ -101,11 +100,13 @@ class Source(Protocol):
     def mark(self) -> None:
         """Note the end of an interval and the beginning of the next."""
 
-    def run(self, step: Callable[[], object]) -> None:
-        """Run a step whose first and last act is a mark."""
+    def intervals(self, step: Callable[[], object], keys: Sequence[Any]) -> list[Interval]:
+        """Run a step that begins and ends with a mark; return the intervals between marks.
 
-    def intervals(self, keys: Sequence[Any]) -> list[Interval]:
-        """Return the intervals between the marks."""
+        Args:
+            step: the step.
+            keys: keys of the intervals, complete when the step has run.
+        """
 
 
 class Marks:
@@ -139,8 +140,7 @@ class Marks:
             self._source.mark()
 
         with no_collection():
-            self._source.run(divided)
-            return self._source.intervals(self._keys)
+            return self._source.intervals(divided, self._keys)
 
 
 class ProfiledCpu:
@@ -152,22 +152,17 @@ class ProfiledCpu:
 
     def __init__(self) -> None:
         self._times: list[int] = []
-        self._events: list[Event] = []
 
     def mark(self) -> None:
         with record_function(_MARK):
             pass
         self._times.append(time.thread_time_ns())
 
-    def run(self, step: Callable[[], object]) -> None:
-        # `torch.profiler` is not used: in torch 2.11 it warns unless it creates an object per
-        # event.
+    def intervals(self, step: Callable[[], object], keys: Sequence[Any]) -> list[Interval]:
+        # In torch 2.11, `torch.profiler` warns unless it creates an object per event.
         with _quiet(), profile(profile_memory=True, use_kineto=True) as profiler:
             step()
-        self._events = _read(profiler)
-
-    def intervals(self, keys: Sequence[Any]) -> list[Interval]:
-        return accounted(self._events, keys, self._times)
+        return accounted(_events(profiler, self._times), keys)
 
 
 class Totals:
@@ -175,21 +170,19 @@ class Totals:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._memory = device, getattr(torch, device.type)
-        self._marks: list[_Totals] = []
+        self._samples: list[_Sample] = []
 
     def mark(self) -> None:
         memory, device = self._memory, self._device
         memory.synchronize(device)
         moved = Moved(counters.bytes_out, counters.bytes_in, counters.bytes_unread)
         now, most = memory.memory_allocated(device), memory.max_memory_allocated(device)
-        self._marks.append(_Totals(time.perf_counter_ns(), now, most, moved))
+        self._samples.append(_Sample(time.perf_counter_ns(), now, most, moved))
         memory.reset_peak_memory_stats(device)
 
-    def run(self, step: Callable[[], object]) -> None:
+    def intervals(self, step: Callable[[], object], keys: Sequence[Any]) -> list[Interval]:
         with measured():
             step()
-
-    def intervals(self, keys: Sequence[Any]) -> list[Interval]:
         return [
             Interval(
                 key,
@@ -198,11 +191,11 @@ class Totals:
                 moved=Moved(*map(sub, end.moved, start.moved)),
                 ns=end.ns - start.ns,
             )
-            for key, (start, end) in zip(keys, pairwise(self._marks), strict=True)
+            for key, (start, end) in zip(keys, pairwise(self._samples), strict=True)
         ]
 
 
-class _Totals(NamedTuple):
+class _Sample(NamedTuple):
     """Time, bytes in use, their peak since the last mark, and copies so far."""
 
     ns: int
@@ -254,31 +247,38 @@ def free_bytes(device: torch.device) -> int:
     return int(free + memory.memory_reserved(device) - memory.memory_allocated(device))
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor | None], *, device: torch.device) -> int:
-    """Return bytes of the tensors' storages on `device`, shared ones counted once.
+def bytes_of(tensors: Iterable[torch.Tensor | None], *, device: torch.device | None = None) -> int:
+    """Return bytes of the tensors' storages, shared ones counted once.
+
+    Args:
+        tensors: some tensors.
+        device: where they count; by default, anywhere.
 
     Example:
         >>> x = torch.ones(100)
-        >>> storage_bytes([x, x[10:], None], device=x.device)
+        >>> bytes_of([x, x[10:], None], device=x.device)
         400
     """
-    here = [each for each in tensors if each is not None and each.device == device]
-    return sum({storage_key(each): bytes_under(each) for each in here}.values())
+    here = [each for each in tensors if each is not None and device in (None, each.device)]
+    return sum({storage_key(each): storage_bytes(each) for each in here}.values())
 
 
-def _read(profiler: profile) -> list[Event]:
+def _events(profiler: profile, times: Iterable[int]) -> list[Event]:
+    """Return what a profile recorded, with the times of its marks."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    found: list[tuple[float, Event]] = []
+    found: list[tuple[float, Event | None]] = []
     for event in events:
         name, args = event.get("name", ""), event.get("args", {})
         if name == "[memory]" and not args.get("Device Type"):  # of the CPU
             found.append((event["ts"], (args["Addr"], args["Bytes"])))
         elif name == _MARK:
             found.append((event["ts"], None))
-    return [event for _, event in sorted(found, key=lambda each: each[0])]
+    found.sort(key=lambda each: each[0])
+    marks = iter(times)
+    return [next(marks) if event is None else event for _, event in found]
 
 
 @contextmanager
@@ -300,32 +300,29 @@ def _quiet() -> Iterator[None]:
 _OTHER, _GRADIENTS, _LOGITS = range(3)
 
 
-def accounted(events: Iterable[Event], keys: Sequence[Any], times: Sequence[int]) -> list[Interval]:
+def accounted(events: Iterable[Event], keys: Sequence[Any]) -> list[Interval]:
     """Return the intervals between the marks among the events.
 
     Args:
         events: with one mark more than there are keys.
         keys: keys of the intervals.
-        times: of the marks, in nanoseconds.
 
     Example:
-        >>> events = [None, (1, 8), (9, -64), (1, -8), (2, 8), None, (1, 16), (2, -8), None]
-        >>> [(each.grown, each.most, each.freed) for each in accounted(events, "ab", (0, 1, 2))]
-        [(8, 8, Counter()), (8, 16, Counter({0: 8}))]
+        >>> events = [0, (1, 8), (9, -64), (1, -8), (2, 8), 30, (1, 16), (2, -8), 40]
+        >>> [(each.grown, each.most, each.freed, each.ns) for each in accounted(events, "ab")]
+        [(8, 8, Counter(), 30), (8, 16, Counter({0: 8}), 10)]
     """
     at_tail = len(keys) if (tail := tail_of(keys)) is None else keys.index(tail)
     alive: dict[int, tuple[int, int, int]] = {}  # by address: bytes, interval, cause
     found: list[Interval] = []
-    number, now, top, freed = -1, [0, 0, 0], [0, 0, 0], Counter[int]()
+    number, began, now, top, freed = -1, 0, [0, 0, 0], [0, 0, 0], Counter[int]()
     for event in events:
-        if event is None:
+        if isinstance(event, int):
             if number >= 0:
-                ns = times[number + 1] - times[number]
                 causes = list(zip(now, top, strict=True))[_GRADIENTS:]
-                found.append(
-                    Interval(keys[number], sum(now), sum(top), freed, _NOTHING, ns, *causes)
-                )
-            number, now, top, freed = number + 1, [0, 0, 0], [0, 0, 0], Counter()
+                sizes = sum(now), sum(top), freed, _NOTHING
+                found.append(Interval(keys[number], *sizes, event - began, *causes))
+            number, began, now, top, freed = number + 1, event, [0, 0, 0], [0, 0, 0], Counter()
             continue
         address, grown = event
         size, made, cause = alive.pop(address, (0, -1, _OTHER))

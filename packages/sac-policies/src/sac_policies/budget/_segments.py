@@ -24,7 +24,7 @@ from .._torch_compat._module_calls import around_calls, is_compiled
 from ._agree import largest_each
 from ._checkpointed import ReplacedForward
 from ._intervals import largest_pass, marked
-from ._measure import Interval, Marks, storage_bytes
+from ._measure import Interval, Marks, bytes_of
 from ._step import Step
 
 _LEAST_GAIN = 0.03
@@ -358,7 +358,7 @@ def _measured(model: nn.Module, tree: _Tree, step: Step) -> _Sizes:
     inputs = [0] * len(tree.leaves)
 
     def note(number: int, _: object, args: Any, kwargs: Any) -> None:
-        size = storage_bytes(tensors_in((args, kwargs)), device=step.device)
+        size = bytes_of(tensors_in((args, kwargs)), device=step.device)
         inputs[number] = max(inputs[number], size)
 
     division.put()

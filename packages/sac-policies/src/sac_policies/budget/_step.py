@@ -23,7 +23,7 @@ from ..trials._functions import named_by
 from ..trials._objects import Objects
 from ..trials._rollback import Rollback
 from ._agree import check_equal, largest, largest_each
-from ._measure import Interval, Marks, Moved, free_bytes, highest, storage_bytes, tail_of
+from ._measure import Interval, Marks, Moved, bytes_of, free_bytes, highest, tail_of
 from ._optimizer import check_optimizer, existing_bytes, state_bytes
 from ._sizes import Budget, budget_bytes
 
@@ -289,7 +289,7 @@ class Step:
         """
         tensors = [*self._tensors(), *(p.grad for p in self.model.parameters())]
         state = existing_bytes(self._optimizer, self.device) if self._optimizer else 0
-        own = storage_bytes(tensors, device=self.device) + state
+        own = bytes_of(tensors, device=self.device) + state
         return -largest(-(free_bytes(self.device) + own))
 
     def check_data(self) -> None:
@@ -319,7 +319,7 @@ class Step:
         return sum(state_bytes(each, self.device) for each in found.values())
 
     def _resident(self) -> int:
-        return storage_bytes(self._tensors(), device=self.device) + self.optimizer_bytes()
+        return bytes_of(self._tensors(), device=self.device) + self.optimizer_bytes()
 
     def _settle(self) -> None:
         """Free leftover memory of the previous step."""

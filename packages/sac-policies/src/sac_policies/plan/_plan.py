@@ -18,12 +18,12 @@ from torch import nn
 
 from .._errors import BudgetError
 from .._tensors import tensors_in
-from .._torch_compat import fake_mode, storage_bytes, storage_key
+from .._torch_compat import fake_mode
 from .._torch_compat._module_calls import around_calls
 from ..budget._checkpointed import Checkpointed
 from ..budget._levels import COSTLY, HIDDEN_AWAY, INPUTS_AWAY, KEEPS, LEVELS, MATMULS, RECOMPUTES
 from ..budget._link import Link
-from ..budget._measure import Interval
+from ..budget._measure import Interval, bytes_of
 from ..budget._profile import profile
 from ..budget._repeating import repeating
 from ..eager._parted import parted
@@ -153,11 +153,11 @@ def _estimate(
 ) -> Estimate:
     model = subject.model
     trained = [each for each in model.parameters() if each.requires_grad]
-    gradient_bytes = _bytes(trained)
+    gradient_bytes = bytes_of(trained)
     factor, tensors = OPTIMIZERS[optimizer]
     state_bytes = int(factor * gradient_bytes)
-    parameter_bytes = _bytes([*model.parameters(), *model.buffers()])
-    resident = parameter_bytes + state_bytes + _bytes(tensors_in(subject.batch))
+    parameter_bytes = bytes_of([*model.parameters(), *model.buffers()])
+    resident = parameter_bytes + state_bytes + bytes_of(tensors_in(subject.batch))
     found = find_blocks([block for _, block in repeating(model)], subject.loss_of)
     blocks = found.modules
     step = partial(watch_step, model, found, subject.loss_of, device)
@@ -241,7 +241,3 @@ def _hidden(
     with blocks.standing_in(), around_calls(blocks.modules, begin):
         subject.loss_of()
     return [found[kind] for kind in kinds]
-
-
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum({storage_key(each): storage_bytes(each) for each in tensors}.values())

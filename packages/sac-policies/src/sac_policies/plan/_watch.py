@@ -36,19 +36,17 @@ class FakeStorages(WatchingMode):
         self._device, self._seconds = device, 0.0
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._events: list[Event] = []
-        self._times = [0]
+        self._ns = 0
 
     def mark(self) -> None:
-        self._events.append(None)
-        self._times.append(self._times[-1] + round(self._seconds * SECOND))
+        self._ns += round(self._seconds * SECOND)
         self._seconds = 0.0
+        self._events.append(self._ns)
 
-    def run(self, step: Callable[[], object]) -> None:
+    def intervals(self, step: Callable[[], object], keys: Sequence[Any]) -> list[Interval]:
         with self:
             step()
-
-    def intervals(self, keys: Sequence[Any]) -> list[Interval]:
-        return accounted(self._events, keys, self._times[1:])
+        return accounted(self._events, keys)
 
     def note_gradient(self, parameter: torch.Tensor) -> None:
         """Note that a storage is a gradient."""
