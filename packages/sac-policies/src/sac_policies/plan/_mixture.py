@@ -8,7 +8,7 @@ longest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..budget._intervals import Steps
@@ -44,77 +44,75 @@ class StepEstimate:
     seconds: float
 
 
-@dataclass(frozen=True)
 class Measured:
     """Steps on single levels, and memory besides them.
 
-    Attributes:
+    Args:
         levels: by name, the intervals of a step with all blocks on that level; the first is plain.
         blocks: number of blocks.
         resident_bytes: parameters, buffers, batch, optimizer state and workspaces.
         optimizer_seconds: of the optimizer's step.
+        slices: number of slices of logits and loss, as of `in_slices`.
     """
 
-    levels: Mapping[str, Sequence[Interval]]
-    blocks: int
-    resident_bytes: int
-    optimizer_seconds: float
-    _by_slices: dict[int, Steps] = field(default_factory=dict)
+    def __init__(
+        self,
+        levels: Mapping[str, Sequence[Interval]],
+        blocks: int,
+        resident_bytes: int,
+        optimizer_seconds: float,
+        slices: int = 1,
+    ) -> None:
+        self._names, self._blocks = list(levels), blocks
+        self._resident_bytes, self._optimizer_seconds = resident_bytes, optimizer_seconds
+        self._steps = Steps(range(blocks), [_sliced(each, slices) for each in levels.values()])
 
-    def step(self, low: str, count: int, high: str, slices: int = 1) -> StepEstimate:
-        """Return memory and time with the first `count` blocks on level `low`, the rest on `high`.
-
-        Args:
-            low: level of the first blocks.
-            count: number of first blocks.
-            high: level of the rest.
-            slices: number of slices of logits and loss, as of `in_slices`.
-        """
-        spans = self._spans(low, count, high, slices)
-        seconds = self.optimizer_seconds + sum(span.ns for span in spans) / SECOND
-        most = max(_reached(spans), key=sum)
-        levels = ((low, count), (high, self.blocks - count))
-        used = tuple((name, number) for name, number in levels if number)
-        return StepEstimate(used, self.resident_bytes + sum(most), most, seconds)
+    def uniform(self, level: str) -> StepEstimate:
+        """Return memory and time with all blocks on one level."""
+        return self._step(level, self._blocks, level)
 
     def most_times(self, level: str, budget_bytes: int) -> float:
         """Return how many times the batch a step may have, with all blocks on one level.
 
         Activations, logits and loss grow with the batch; gradients do not.
         """
-        room, found = budget_bytes - self.resident_bytes, list[float]()
-        for gradients, *varying in _reached(self._spans(level, self.blocks, level, 1)):
+        room, found = budget_bytes - self._resident_bytes, list[float]()
+        for gradients, *varying in _reached(self._mixture(level, self._blocks, level)):
             if gradients > room:
                 return 0.0
             if any(varying):
                 found.append((room - gradients) / sum(varying))
         return min(found, default=0.0)
 
-    def _spans(self, low: str, count: int, high: str, slices: int) -> list[Interval]:
-        if slices not in self._by_slices:
-            steps = [_sliced(spans, slices) for spans in self.levels.values()]
-            self._by_slices[slices] = Steps(range(self.blocks), steps)
-        first, rest = map(list(self.levels).index, (low, high))
-        choice = [first] * count + [rest] * (self.blocks - count)
-        return list(self._by_slices[slices].mixture(choice))
-
-    def mixtures(self, slices: int = 1) -> Iterator[StepEstimate]:
-        """Yield all mixtures of at most two levels."""
-        names = list(self.levels)
-        for at, high in enumerate(names):
-            yield self.step(high, self.blocks, high, slices)
-            for low in names[at + 1 :]:
-                for count in range(1, self.blocks):
-                    yield self.step(low, count, high, slices)
-
-    def fastest(self, budget_bytes: int, slices: int = 1) -> StepEstimate | None:
+    def fastest(self, budget_bytes: int) -> StepEstimate | None:
         """Return the fastest mixture that fits; of equally fast ones, the smallest."""
-        fitting = [one for one in self.mixtures(slices) if one.peak_bytes <= budget_bytes]
+        fitting = [one for one in self._steps_of_two() if one.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda one: (one.seconds, one.peak_bytes), default=None)
 
-    def smallest(self, slices: int = 1) -> StepEstimate:
+    def smallest(self) -> StepEstimate:
         """Return the mixture with the lowest peak; of equal peaks, the fastest."""
-        return min(self.mixtures(slices), key=lambda one: (one.peak_bytes, one.seconds))
+        return min(self._steps_of_two(), key=lambda one: (one.peak_bytes, one.seconds))
+
+    def _steps_of_two(self) -> Iterator[StepEstimate]:
+        """Yield all mixtures of at most two levels."""
+        for at, high in enumerate(self._names):
+            yield self.uniform(high)
+            for low in self._names[at + 1 :]:
+                for count in range(1, self._blocks):
+                    yield self._step(low, count, high)
+
+    def _step(self, low: str, count: int, high: str) -> StepEstimate:
+        """Return memory and time with the first `count` blocks on level `low`, the rest `high`."""
+        intervals = self._mixture(low, count, high)
+        seconds = self._optimizer_seconds + sum(each.ns for each in intervals) / SECOND
+        most = max(_reached(intervals), key=sum)
+        levels = ((low, count), (high, self._blocks - count))
+        used = tuple((name, number) for name, number in levels if number)
+        return StepEstimate(used, self._resident_bytes + sum(most), most, seconds)
+
+    def _mixture(self, low: str, count: int, high: str) -> list[Interval]:
+        first, rest = map(self._names.index, (low, high))
+        return list(self._steps.mixture([first] * count + [rest] * (self._blocks - count)))
 
 
 def _reached(intervals: Sequence[Interval]) -> Iterator[Causes]:

@@ -169,11 +169,10 @@ def _estimate(
     hidden = _hidden(subject, found, levels[PLAIN], device)
     spans = _checkpointed(step, zip(blocks, (policy for policy, _ in hidden), strict=True))
     levels[HIDDEN] = offloaded(spans, [size for _, size in hidden], copy)
-    measured = Measured(
-        levels,
-        len(blocks),
-        resident + device.workspace_bytes,
-        device.seconds(0, tensors * gradient_bytes),
+    resident += device.workspace_bytes
+    seconds = device.seconds(0, tensors * gradient_bytes)
+    whole, sliced = (
+        Measured(levels, len(blocks), resident, seconds, slices) for slices in (1, SLICES)
     )
     return Estimate(
         name=subject.name,
@@ -185,16 +184,16 @@ def _estimate(
         gradient_bytes=gradient_bytes,
         optimizer_bytes=state_bytes,
         budget_bytes=budget_bytes,
-        plain=measured.step(PLAIN, len(blocks), PLAIN),
-        uniform={name: measured.step(name, len(blocks), name) for name in levels},
+        plain=whole.uniform(PLAIN),
+        uniform={name: whole.uniform(name) for name in levels},
         most_tokens={
-            name: max(0, int(batch[0] * batch[1] * measured.most_times(name, budget_bytes)))
+            name: max(0, int(batch[0] * batch[1] * whole.most_times(name, budget_bytes)))
             for name in levels
         },
-        recommended=measured.fastest(budget_bytes),
-        smallest=measured.smallest(),
-        sliced=measured.fastest(budget_bytes, SLICES),
-        smallest_sliced=measured.smallest(SLICES),
+        recommended=whole.fastest(budget_bytes),
+        smallest=whole.smallest(),
+        sliced=sliced.fastest(budget_bytes),
+        smallest_sliced=sliced.smallest(),
         block_count=len(blocks),
         block_name=type(blocks[0]).__name__,
     )
