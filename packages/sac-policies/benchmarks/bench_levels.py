@@ -22,6 +22,7 @@ from sac_policies import fit_
 from sac_policies.budget._fit_in_place import _divisions, _Search
 from sac_policies.budget._levels import LEVELS
 from sac_policies.budget._measure import highest
+from sac_policies.budget._repeating import Calls
 from sac_policies.budget._step import BACKWARD, Step
 
 MIB = 1 << 20
@@ -47,8 +48,9 @@ def levels_of(model: nn.Module, batch: object) -> dict[str, tuple[int, int]]:
     """Return kept bytes and peak of a step on each level of the CPU."""
     step, found = Step(model, batch, loss_of), {}
     with step.trials():
-        search = _Search(model, step, next(iter(_divisions(model, step))))
-        search.find()
+        with Calls(model) as calls:
+            step.run()
+        search = _Search(model, step, next(iter(_divisions(model, step, calls))), calls)
         search._learn()
         for level in range(search._levels):
             intervals = search._intervals(level)

@@ -16,6 +16,7 @@ from torch import nn
 from sac_policies.budget._fit_in_place import _divisions, _Search
 from sac_policies.budget._intervals import Steps, marked
 from sac_policies.budget._measure import Interval, Marks, highest
+from sac_policies.budget._repeating import Calls
 from sac_policies.budget._step import Step
 
 from ._blocks import Block, Stack, stack
@@ -75,9 +76,9 @@ def test_several_outputs_begin_backward_once() -> None:
 
 def _search(model: nn.Module, step: Step) -> _Search:
     """A search over the outermost blocks."""
-    search = _Search(model, step, next(iter(_divisions(model, step))))
-    search.find()
-    return search
+    with Calls(model) as calls:
+        step.run()
+    return _Search(model, step, next(iter(_divisions(model, step, calls))), calls)
 
 
 @pytest.mark.parametrize("kind", [Stack, nn.Sequential])

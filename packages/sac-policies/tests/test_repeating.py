@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from sac_policies.budget._repeating import Operators, called_again, inside, repeating
+from sac_policies.budget._repeating import Calls, called_again, inside, repeating
+from sac_policies.budget._segments import Segment
 
 from ._blocks import Block, stack
 from ._fitted import own_forwards
@@ -97,47 +97,47 @@ class Again(nn.Module):
         return self.once(x)
 
 
+def calls_in(model: nn.Module, run: Callable[[], object]) -> Calls:
+    """Record the calls of a step."""
+    with Calls(model) as calls:
+        run()
+    assert own_forwards(model) == []
+    return calls
+
+
 def test_layers_that_are_shared_are_found_by_their_calls() -> None:
     """The outermost modules that run more than once; a module without children does not count."""
-    model = Again()
-    found = called_again(model, lambda: model(torch.ones(2, 24)))
+    model, x = Again(), torch.ones(2, 24)
+    found = called_again(model, calls_in(model, lambda: model(x)))
     assert [path for path, _ in found] == ["shared.one"]
-    assert called_again(model, lambda: model.shared["one"](torch.ones(2, 24))) == ()
-    assert own_forwards(model) == []
-
-
-def seen_in(model: nn.Module, regions: Any, *args: Any) -> Operators:
-    """Run a model and record the operators in its regions."""
-    with Operators(regions) as seen:
-        model(*args)
-    return seen
+    assert called_again(model, calls_in(model, lambda: model.shared["one"](x))) == ()
 
 
 def test_costly_operators_are_seen_in_the_region_that_runs_them() -> None:
     """Matmuls are recorded; functions, and operators between regions, are not."""
     model = stack(2)
-    seen = seen_in(model, repeating(model), torch.ones(4, 8))
-    assert seen.of == {"blocks.0": {ADDMM: None}, "blocks.1": {ADDMM: None}}
+    calls = calls_in(model, lambda: model(torch.ones(4, 8)))
+    assert calls.ran(repeating(model)) == {"blocks.0": (ADDMM,), "blocks.1": (ADDMM,)}
 
 
 def test_regions_are_in_the_order_in_which_they_begin() -> None:
     """The order is not that of their paths; a region that is never called is left out."""
     blocks = nn.ModuleList(nn.Sequential(nn.Tanh()) for _ in range(3))
-    regions = [(str(at), block) for at, block in enumerate(blocks)]
-    with Operators(regions) as seen:
-        blocks[2](torch.ones(1))
-        blocks[0](torch.ones(1))
-        blocks[2](torch.ones(1))
-    assert list(seen.of) == ["2", "0"]
-    assert seen.of == {"2": {}, "0": {}}
+
+    def run() -> None:
+        for number in (2, 0, 2):
+            blocks[number](torch.ones(1))
+
+    ran = calls_in(blocks, run).ran((str(at), block) for at, block in enumerate(blocks))
+    assert list(ran.items()) == [("2", ()), ("0", ())]
 
 
-def test_operator_is_of_the_innermost_region() -> None:
-    """The outer region gets the operators before and after."""
-    inner = nn.Sequential(nn.Linear(4, 4))
-    outer = nn.Sequential(nn.Linear(4, 4, bias=False), inner)
-    seen = seen_in(outer, [("", outer), ("1", inner)], torch.ones(2, 4))
-    assert seen.of == {"": {MM: None}, "1": {ADDMM: None}}
+def test_segment_has_the_operators_of_its_children() -> None:
+    """It is not called itself."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4))
+    segments = [(str(at), Segment(model, at, at + 2)) for at in (1, 0)]
+    ran = calls_in(model, lambda: model(torch.ones(2, 4))).ran(segments)
+    assert list(ran.items()) == [("0", (MM,)), ("1", (ADDMM,))]
 
 
 def test_region_that_raises_has_ended() -> None:
@@ -147,9 +147,10 @@ def test_region_that_raises_has_ended() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise ArithmeticError
 
-    fails = Fails()
-    with Operators([("fails", fails)]) as seen:
+    def run() -> None:
         with pytest.raises(ArithmeticError):
             fails(torch.ones(2, 2))
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-    assert seen.of == {"fails": {}}
+
+    fails = Fails()
+    assert calls_in(fails, run).ran([("", fails)]) == {"": ()}

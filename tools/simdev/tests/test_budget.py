@@ -15,6 +15,7 @@ from sac_policies import fit_, offload_stats
 from sac_policies.budget import _measure, _profile
 from sac_policies.budget._fit_in_place import _divisions, _Search
 from sac_policies.budget._levels import HIDDEN_AWAY, INPUTS_AWAY, LEVELS, RECOMPUTES
+from sac_policies.budget._repeating import Calls
 from sac_policies.budget._step import BACKWARD, Step
 
 
@@ -40,9 +41,9 @@ def _trials_end():
 def _search(model, step):
     """Over the outermost blocks; trials may run until the test ends."""
     _OPEN.enter_context(step.trials())
-    search = _Search(model, step, next(iter(_divisions(model, step))))
-    search.find()
-    return search
+    with Calls(model) as calls:
+        step.run()
+    return _Search(model, step, next(iter(_divisions(model, step, calls))), calls)
 
 
 def forward_of(intervals):

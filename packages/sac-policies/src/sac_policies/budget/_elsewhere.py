@@ -7,16 +7,12 @@ turns it off is told by attributes and classes that the well-known ways leave on
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from .._frames import user_stacklevel
 from .._torch_compat import backward_id
-from .._torch_compat._module_calls import around_calls, is_compiled
 
 _SWITCHES = {
     "gradient_checkpointing": (
@@ -29,28 +25,6 @@ _SWITCHES = {
 """Attributes that are true while a library's switch is on, and methods that turn it off."""
 _CKPT_WRAPS = "_ckpt_wrap"
 """Attribute of modules that ckpt_wrap has changed."""
-
-
-@contextmanager
-def recomputed_in(model: nn.Module) -> Iterator[dict[nn.Module, None]]:
-    """Yield the modules below a model that are called in backward while the context is open."""
-    found: dict[nn.Module, None] = {}
-    modules = list(_called_from_python(model))
-
-    def begin(number: int, *_: Any) -> None:
-        if backward_id() >= 0:
-            found[modules[number]] = None
-
-    with around_calls(modules, begin):
-        yield found
-
-
-def _called_from_python(module: nn.Module) -> Iterator[nn.Module]:
-    if is_compiled(module) or isinstance(module, torch.jit.ScriptModule):
-        return
-    for child in module.children():
-        yield child
-        yield from _called_from_python(child)
 
 
 def said_of(

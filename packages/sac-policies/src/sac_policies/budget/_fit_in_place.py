@@ -29,14 +29,14 @@ from ._checkpointed import (
     release_copied,
     replacement_of,
 )
-from ._elsewhere import recomputed_in, said_of
+from ._elsewhere import said_of
 from ._helps import what_helps
 from ._intervals import Steps, marked
 from ._levels import HIDDEN_AWAY, KEEPING, KEEPS, LEVELS, RECOMPUTES, Candidate, RegionFit
 from ._link import Hidden, hidden_by
 from ._measure import Interval, Marks, highest
 from ._progress import Progress
-from ._repeating import Operators, called_again, check_compiled, inside, kind_of, repeating
+from ._repeating import Calls, called_again, check_compiled, inside, kind_of, repeating
 from ._segments import Division, divide
 from ._sizes import Budget, format_size
 from ._solve import Infeasible
@@ -218,8 +218,11 @@ def fit_(
         with only_one(model), measured.trials():
             measured.settle_buckets()
             tried: list[Infeasible] = []
-            for division in _divisions(model, measured):
-                search = _Search(model, measured, division, progress)
+            check_compiled(model, repeating(model))
+            with progress.step("which finds blocks"), Calls(model) as calls:
+                measured.run()
+            for division in _divisions(model, measured, calls):
+                search = _Search(model, measured, division, calls, progress)
                 found = search.run(limit)
                 if isinstance(found, InPlaceFit):
                     return found
@@ -231,11 +234,11 @@ def fit_(
     return min(tried, key=lambda each: each.smallest_bytes)
 
 
-def _divisions(model: nn.Module, step: Step) -> Iterator[Division]:
+def _divisions(model: nn.Module, step: Step, calls: Calls) -> Iterator[Division]:
     """Yield the blocks of a model, the blocks inside them, and segments of Sequentials."""
     regions = repeating(model)
     if regions[0][1] is model:
-        regions = called_again(model, step.run) or regions
+        regions = called_again(model, calls) or regions
     last = regions
     while regions:
         yield Division(regions)
@@ -253,49 +256,33 @@ class _Search:
         model: nn.Module,
         step: Step,
         division: Division,
+        calls: Calls,
         progress: Progress | None = None,
     ) -> None:
-        self._model, self._step, self._division = model, step, division
+        self._step, self._division = step, division
         self._progress = progress or Progress(quiet=True)
-        self._regions, self._idle = list[Candidate](), list[Candidate]()
         count = RECOMPUTES + 1 if step.device.type == "cpu" else len(LEVELS)
         self._usable = list(range(count))
         self._rounds: list[tuple[int, int]] = []
         self._tried: dict[int, list[str]] = {}
-
-    def find(self) -> None:
-        """Run a step that finds the blocks that it calls, and their operators. Collective.
-
-        Raises:
-            BudgetError: a block is inside of compiled code, ranks have other blocks, or the user's
-                step calls none.
-        """
-        model, step, regions = self._model, self._step, self._division.regions
-        check_compiled(model, regions)
-        self._division.put()
-        with (
-            self._progress.step("which finds blocks"),
-            Operators(regions) as operators,
-            recomputed_in(model) as recomputed,
-        ):
-            step.run()
-        self._elsewhere = said_of(model, regions, recomputed)
-        self._cause = self._elsewhere or _why_little(model, regions, operators)
-        if step.is_users and not operators.of:
+        regions = division.regions
+        modules, ran = dict(regions), calls.ran(regions)
+        self._elsewhere = said_of(model, regions, calls.recomputed)
+        self._cause = self._elsewhere or _why_little(model, regions, any_ran=bool(ran))
+        if step.is_users and not ran:
             raise BudgetError(
                 f"sac_policies.fit_: step called none of the model's {len(regions)} blocks "
                 f"({regions[0][0] or 'the model'}, ...), but these are checkpointed. Call the "
                 "model that step is given, or fit the model that it calls."
             )
-        modules, ran = dict(regions), list(operators.of)
-        alike = {kind_of(modules[path]): operators.of[path] for path in reversed(ran)}
-        self._regions = [_candidate(path, modules[path], operators.of[path]) for path in ran]
+        alike = {kind_of(modules[path]): ran[path] for path in reversed(ran)}
+        self._regions = [_candidate(path, modules[path], own) for path, own in ran.items()]
         self._idle = [
             _candidate(path, module, alike.get(kind_of(module), ()))
             for path, module in regions
-            if path not in operators.of
+            if path not in ran
         ]
-        check_equal(repr(ran), what="block")
+        check_equal(repr([*ran]), what="block")
 
     @property
     def _levels(self) -> int:
@@ -304,7 +291,7 @@ class _Search:
 
     def run(self, limit: Limit) -> InPlaceFit | Infeasible:
         """Measure each level, choose a mixture, and measure it."""
-        self.find()
+        self._division.put()
         count = len(self._regions)
         intervals = [self._intervals(0)]
         peaks = [self._peak(intervals[0])]
@@ -481,10 +468,10 @@ class _Search:
 
 
 def _why_little(
-    model: nn.Module, regions: Sequence[tuple[str, nn.Module]], operators: Operators
+    model: nn.Module, regions: Sequence[tuple[str, nn.Module]], *, any_ran: bool
 ) -> str:
     """Say why blocks of a model may save little; "" if nothing is known."""
-    if not operators.of:
+    if not any_ran:
         return f"None of the {len(regions)} blocks was called as a module or by its forward"
     if regions[0][1] is model:
         kind = type(model).__name__

@@ -1,14 +1,16 @@
-"""Find the repeated blocks of a model, and record their operators in a step."""
+"""Find the repeated blocks of a model, and record calls and operators of a step."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._errors import BudgetError
+from .._torch_compat import backward_id
 from .._torch_compat._module_calls import around_calls, is_compiled, original
 from .._watching_mode import WatchingMode
 from ..policies._decisions import Decision
@@ -67,17 +69,11 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
     return type(original(module))
 
 
-def called_again(model: nn.Module, run: Callable[[], object]) -> tuple[tuple[str, nn.Module], ...]:
-    """Return the outermost modules with children that one step calls more than once, by path."""
-    calls: Counter[nn.Module] = Counter()
-    blocks = list(filter(_is_block, model.modules()))
-
-    def count(number: int, *_: Any) -> None:
-        calls[blocks[number]] += 1
-
-    with around_calls(blocks, count):
-        run()
-    return tuple(_outermost("", model, lambda module: calls[module] > 1))
+def called_again(model: nn.Module, calls: Calls) -> tuple[tuple[str, nn.Module], ...]:
+    """Return the outermost modules with children that a step calls more than once, by path."""
+    return tuple(
+        _outermost("", model, lambda module: _is_block(module) and calls.times[module] > 1)
+    )
 
 
 def check_compiled(model: nn.Module, regions: Sequence[tuple[str, nn.Module]]) -> None:
@@ -128,21 +124,24 @@ def _is_block(module: nn.Module) -> bool:
     return bool(children) and not isinstance(module, _CONTAINERS)
 
 
-class Operators(WatchingMode):
-    """Records the costly operators of each region, and the order in which regions begin.
+class Calls(WatchingMode):
+    """Records the modules that a step calls from Python, and the costly operators inside.
 
     Attributes:
-        of: by path, the costly operators that ran there.
+        times: number of calls in forward, by module, in the order in which modules begin.
+        recomputed: modules that are called in backward, by other code.
     """
 
-    def __init__(self, regions: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.of: dict[str, dict[Any, None]] = {}
-        self._inside: list[str] = []
-        self._paths = [path for path, _ in regions]
-        self._around = around_calls([module for _, module in regions], self._begin, self._end)
+        self.times: Counter[nn.Module] = Counter()
+        self.recomputed: dict[nn.Module, None] = {}
+        self._operators: dict[nn.Module, dict[Any, None]] = {}
+        self._running: list[nn.Module] = []
+        self._modules = [*dict.fromkeys((model, *_called_from_python(model)))]
 
-    def __enter__(self) -> Operators:
+    def __enter__(self) -> Calls:
+        self._around = around_calls(self._modules, self._begin, self._end)
         self._around.__enter__()
         super().__enter__()
         return self
@@ -151,14 +150,40 @@ class Operators(WatchingMode):
         super().__exit__(*error)
         self._around.__exit__(*error)
 
+    def ran(self, regions: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[Any, ...]]:
+        """Return the operators of the regions that the step called, by path, in order."""
+        first = {module: at for at, module in enumerate(self.times)}
+        found: list[tuple[int, str, tuple[Any, ...]]] = []
+        for path, region in regions:
+            # A segment is not called; its children are.
+            parts = [region] if region in self._modules else [*region.children()]
+            began = [first[each] for each in parts if each in first]
+            own = dict.fromkeys(op for each in parts for op in self._operators.get(each, ()))
+            if began:
+                found.append((min(began), path, tuple(own)))
+        return {path: own for _, path, own in sorted(found, key=lambda each: each[:2])}
+
     def _begin(self, number: int, *_: Any) -> None:
-        self.of.setdefault(self._paths[number], {})
-        self._inside.append(self._paths[number])
+        module = self._modules[number]
+        self._running.append(module)
+        if backward_id() >= 0:
+            self.recomputed[module] = None
+        else:
+            self.times[module] += 1
 
     def _end(self, *_: Any) -> None:
-        self._inside.pop()
+        self._running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._inside and COSTLY.constant(func) is Decision.SAVE:
-            self.of[self._inside[-1]][func] = None
+        if self._running and COSTLY.constant(func) is Decision.SAVE:
+            for module in self._running:
+                self._operators.setdefault(module, {})[func] = None
         return func(*args, **(kwargs or {}))
+
+
+def _called_from_python(module: nn.Module) -> Iterator[nn.Module]:
+    if is_compiled(module) or isinstance(module, torch.jit.ScriptModule):
+        return
+    for child in module.children():
+        yield child
+        yield from _called_from_python(child)
