@@ -76,10 +76,9 @@ class Steps:
         self._largest = largest_pass(self._plain)
         self._keys = {each.key for each in self._largest}
         self._offloaded = Offloaded(measured)
-        self._left = [self._left_in_tail(one) for one in measured]
-        self._freed = [
-            self._freed_in_tail(one, left) for one, left in zip(measured, self._left, strict=True)
-        ]
+        tails = [one.get(self._tail) for one in self._by_level]
+        self._left = list(map(self._left_in_tail, measured, tails))
+        self._freed = list(map(self._freed_in_tail, measured, tails, self._left))
         self.costs = self._costs(kinds, measured)
 
     def mixture(self, choice: Sequence[int]) -> Iterator[Interval]:
@@ -119,43 +118,40 @@ class Steps:
         return best
 
     def _interval_of(self, plain: Interval, choice: Sequence[int]) -> Interval:
-        if plain.key == self._tail and plain.key is not None:
-            level = choice[plain.key[0]]
-            held = self._held_longer(choice) - self._left[level]
-            own = self._by_level[level].get(self._tail, plain)
-            return replace(own, grown=plain.grown + held)
-        if not _region_of(plain.key):
+        if plain.region is None:
             return plain
-        level = choice[plain.key[0]]
-        return self._offloaded.among(choice, self._by_level[level].get(plain.key, plain))
+        level = choice[plain.region]
+        own = self._by_level[level].get(plain.key, plain)
+        if plain.key != self._tail:
+            return self._offloaded.among(choice, own)
+        held = self._held_longer(choice) - self._left[level]
+        return replace(own, grown=plain.grown + held)
 
-    def _left_in_tail(self, one: Sequence[Interval]) -> int:
+    def _left_in_tail(self, one: Sequence[Interval], tail: Interval | None) -> int:
         """Return the bytes of the last region's inputs that the tail frees.
 
         An accelerator's allocator reports only totals. There the bytes are estimated
         by those freed between the last two regions.
         """
-        tail = {each.key: each for each in one}.get(self._tail)
-        if self._tail is None or tail is None or tail.freed is not None:
+        if tail is None or tail.freed is not None:
             return 0
-        plain = {each.key: each for each in self._plain}
-        between = [each for each in one if _region_of(each.key) and each.key[2] is None]
+        plain = self._by_level[0]
+        between = [each for each in one if each.region is not None and each.key[2] is None]
         more = [plain[each.key].grown - each.grown for each in between if each.key != self._tail]
         return max(0, more[-1]) if more else 0
 
-    def _freed_in_tail(self, one: Sequence[Interval], left: int) -> dict[int | None, int]:
+    def _freed_in_tail(
+        self, one: Sequence[Interval], tail: Interval | None, left: int
+    ) -> dict[int | None, int]:
         """Return the bytes that the tail frees by region; None: allocated before all regions."""
         found: dict[int | None, int] = dict.fromkeys((None, *range(self._count)), 0)
-        tail = {each.key: each for each in one}.get(self._tail)
-        if self._tail is None or tail is None:
+        if tail is None:
             return found
         if tail.freed is None:
-            plain = next(each for each in self._plain if each.key == self._tail)
-            less, count = plain.grown - tail.grown - left, self._count
+            less, count = self._by_level[0][self._tail].grown - tail.grown - left, self._count
             return found | {n: less * (n + 1) // count - less * n // count for n in range(count)}
         for at, size in tail.freed.items():
-            key = one[at].key
-            found[key[0] if _region_of(key) else None] += size
+            found[one[at].region] += size
         return found
 
     def _held_longer(self, choice: Sequence[int]) -> int:
@@ -190,8 +186,8 @@ class Steps:
     def _by_region(self, one: Sequence[Interval]) -> list[int]:
         found = [0] * self._count
         for each in one:
-            if _region_of(each.key) and each.key != self._tail:
-                found[each.key[0]] += each.ns
+            if each.region is not None and each.key != self._tail:
+                found[each.region] += each.ns
         return found
 
     def _kept(self, number: int, level: int) -> int:
@@ -199,7 +195,7 @@ class Steps:
             each.grown
             for key, each in self._by_level[level].items()
             if key in self._keys and key != self._tail
-            if _region_of(key) == (number,) and not key[2]
+            if each.region == number and not key[2]
         )
 
     def _search(self, target: int) -> tuple[int, ...] | None:
@@ -209,9 +205,10 @@ class Steps:
         accumulation, the one with the highest peak counts.
         """
         start = self._plain.index(self._largest[0])
-        begin = next((n for n, each in enumerate(self._largest) if _region_of(each.key)), 0)
+        own = [each for each in self._largest if each.region is not None]
+        begin = self._largest.index(own[0]) if own else 0
         before = sum(each.grown for each in self._plain[: start + begin])
-        order = list(dict.fromkeys(each.key[0] for each in self._largest if _region_of(each.key)))
+        order = list(dict.fromkeys(each.key[0] for each in own))
         rest = sum(map(self._sum, order))
         between, top = self._between()
         parts = []
@@ -232,16 +229,14 @@ class Steps:
 
     def _sum(self, number: int) -> int:
         return sum(
-            each.grown
-            for each in self._largest
-            if each.key != self._tail and _region_of(each.key) == (number,)
+            each.grown for each in self._largest if each.key != self._tail and each.region == number
         )
 
     def _between(self) -> tuple[int, int]:
         """Return the growth from the end of the last region's forward to backward, and its peak."""
         now = top = 0
         for each in self._largest:
-            if each.key is not None and (each.key == self._tail or not _region_of(each.key)):
+            if each.key is not None and (each.key == self._tail or each.region is None):
                 top = max(top, now + each.most)
                 now += each.grown
         return now, top
@@ -250,7 +245,7 @@ class Steps:
         """Return the peaks of forward and of backward, each over the bytes at its start."""
         most, called = {False: 0, True: 0}, 0
         for key, each in self._by_level[level].items():
-            if key not in self._keys or _region_of(key) != (number,) or key == self._tail:
+            if key not in self._keys or each.region != number or key == self._tail:
                 continue
             backward = bool(key[2])
             before = called if key[2] is None else 0
@@ -271,7 +266,7 @@ def largest_pass(plain: Sequence[Interval]) -> list[Interval]:
     passes: list[list[Interval]] = [[]]
     peaks, now, in_backward = [0], 0, False
     for each in plain:
-        is_forward = _region_of(each.key) is not None and each.key[2] is False
+        is_forward = each.region is not None and each.key[2] is False
         if is_forward and in_backward:
             passes.append([])
             peaks.append(0)
@@ -281,16 +276,6 @@ def largest_pass(plain: Sequence[Interval]) -> list[Interval]:
         peaks[-1] = max(peaks[-1], now + each.most)
         now += each.grown
     return passes[max(range(len(passes)), key=peaks.__getitem__)]
-
-
-def _region_of(key: Any) -> tuple[int] | None:
-    """Return the number of an interval's region; None for others.
-
-    Example:
-        >>> _region_of((3, 0, True)), _region_of("backward"), _region_of(None)
-        ((3,), None, None)
-    """
-    return key[:1] if isinstance(key, tuple) else None
 
 
 _NEAR = 50

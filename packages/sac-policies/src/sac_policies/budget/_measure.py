@@ -77,6 +77,11 @@ class Interval:
     gradients: tuple[int, int] = (0, 0)
     logits: tuple[int, int] = (0, 0)
 
+    @property
+    def region(self) -> int | None:
+        """Number of its region, if its key is a `Key`."""
+        return self.key[0] if isinstance(self.key, tuple) else None
+
 
 def tail_of(keys: Iterable[Any]) -> Key | None:
     """Return the key of the tail, which begins after the last forward of a region.

@@ -25,7 +25,7 @@ class _Level:
     """
 
     def __init__(self, intervals: Sequence[Interval]) -> None:
-        own = [each for each in intervals if isinstance(each.key, tuple)]
+        own = [each for each in intervals if each.region is not None]
         begun = [each for each in own if each.moved.out]
         self.order: list[int] = [each.key[0] for each in begun]
         if len(set(self.order)) < len(self.order):
@@ -54,8 +54,8 @@ class Offloaded:
 
     def __init__(self, measured: Sequence[Sequence[Interval]]) -> None:
         self._levels = [_Level(intervals) for intervals in measured]
-        keys = (each.key for each in measured[0] if isinstance(each.key, tuple))
-        self._order = list(dict.fromkeys(number for number, *_ in keys))
+        numbers = (each.region for each in measured[0])
+        self._order = [each for each in dict.fromkeys(numbers) if each is not None]
 
     def among(self, choice: Sequence[int], measured: Interval) -> Interval:
         """Predict an interval of a region when other regions are on other levels.

@@ -348,8 +348,8 @@ class _Sizes:
 def _of_leaves(intervals: Sequence[Interval]) -> Iterator[tuple[int, tuple[int, Any, Interval]]]:
     """Yield positions, numbers of leaves, whether in backward (None: after it), and intervals."""
     for at, each in enumerate(intervals):
-        if isinstance(each.key, tuple):
-            yield at, (each.key[0], each.key[2], each)
+        if each.region is not None:
+            yield at, (each.region, each.key[2], each)
 
 
 def _measured(model: nn.Module, tree: _Tree, step: Step) -> _Sizes:

@@ -125,8 +125,8 @@ def watch_step(
         parameter.grad = None
     by_key = {each.key: each for each in found}
     for at, each in enumerate(found):
-        if each.key is not None and each.key[0] in blocks.like:
-            equal = (blocks.like[each.key[0]], *each.key[1:])
+        if each.region in blocks.like:
+            equal = (blocks.like[each.region], *each.key[1:])
             found[at] = replace(by_key[equal], key=each.key)
     # A block that is not run frees nothing.
     return [replace(each, freed=None) for each in found]
