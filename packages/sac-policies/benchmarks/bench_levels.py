@@ -53,7 +53,7 @@ def levels_of(model: nn.Module, batch: object) -> dict[str, tuple[int, int]]:
         search = _Search(model, step, next(iter(_divisions(model, step, calls))), calls)
         search._learn()
         for level in range(search._levels):
-            intervals = search._intervals(level)
+            intervals = search._intervals((level,) * len(search._regions))
             forward = takewhile(lambda each: each.key != BACKWARD, intervals)
             kept = sum(each.grown for each in forward)
             found[LEVELS[level]] = kept, highest(intervals)

@@ -97,13 +97,13 @@ def test_every_mixture_takes_what_is_predicted(kind: Any) -> None:
     with step.trials():
         search = _search(model, step)
         search._learn()
-        intervals = [search._intervals(level) for level in range(search._levels)]
+        intervals = [search._intervals((level,) * 4) for level in range(search._levels)]
         steps = Steps([Block] * 4, intervals)
         rng = random.Random(0)
         for _ in range(12):
             choice = tuple(rng.randrange(search._levels) for _ in range(4))
             resident = search._step.resident()
-            measured = search._measured(choice)
+            measured = search._peak(search._intervals(choice))
             assert resident + steps.growth(choice) == pytest.approx(measured, rel=0.02)
         for level, each in enumerate(intervals):
             assert steps.growth((level,) * 4) == highest(each)
@@ -147,13 +147,13 @@ def test_what_others_hold_until_the_end_goes_by_the_region_that_made_it(freed: b
         search = _search(model, step)
         levels = range(search._levels)
         search._learn()
-        intervals = [search._intervals(level) for level in levels]
+        intervals = [search._intervals((level,) * 4) for level in levels]
         assert any(each.freed for own in intervals for each in own)
         if not freed:
             intervals = [[replace(each, freed=None) for each in own] for own in intervals]
         steps = Steps([Block] * 4, intervals)
         for choice in [(0, 0, 0, 2), (1, 1, 1, 0), (2, 2, 1, 0), (0, 2, 0, 1)]:
-            measured = search._measured(choice)
+            measured = search._peak(search._intervals(choice))
             foretold = search._step.resident() + steps.growth(choice)
             assert foretold == pytest.approx(measured, rel=0.02)
         search.undo()

@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sac_policies import BudgetError, fit_
+from sac_policies.budget._measure import Marks, highest
 from sac_policies.budget._step import Step
 
 
@@ -92,7 +93,7 @@ def run(step: Step) -> None:
 def peak(step: Step) -> int:
     """The peak of one trial."""
     with step.trials():
-        return step.peak()
+        return step.resident() + highest(step.intervals(Marks(step.device)))
 
 
 def gradients_of(step: Step) -> torch.Tensor:

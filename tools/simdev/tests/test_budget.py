@@ -102,7 +102,7 @@ def test_blocks_may_offload(sim, device, level):
     assert {region.level for region in does} == {LEVELS[level]}
     assert all(map(torch.equal, gradients(model, x), plain))
     search._learn()  # the first steps compare bits
-    left = [forward_of(search._intervals(each)) for each in (level, RECOMPUTES)]
+    left = [forward_of(search._intervals((each,) * 3)) for each in (level, RECOMPUTES)]
     kept, again = (sum(each.grown for each in forward) for forward in left)
     statistics = 3 * 2 * 4 * len(x) if level == HIDDEN_AWAY else 0  # of a norm that is offloaded
     assert kept - again == statistics - 3 * x.nbytes
@@ -124,11 +124,11 @@ def test_regions_that_offload_fit_as_predicted(sim, device, choice, copy_us):
     search = _search(model, step)
     search._hide_copies()
     sim.simulate(kernel_us=20, copy_us=copy_us, virtual=True)
-    plain = search._intervals(0)
+    plain = search._intervals((0,) * 4)
     search._learn()
-    measured = [plain, *(search._intervals(level) for level in range(1, search._levels))]
+    measured = [plain, *(search._intervals((level,) * 4) for level in range(1, search._levels))]
     steps = search._steps(measured)
-    assert step.resident() + steps.growth(choice) == search._measured(choice)
+    assert step.resident() + steps.growth(choice) == search._peak(search._intervals(choice))
     search.undo()
 
 
@@ -190,7 +190,7 @@ def test_what_is_measured_is_that_of_a_host_far_ahead(sim, device):
             block.down.register_forward_hook(lambda *_: torch.accelerator.synchronize())
         step = Step(model, torch.randn(512, 32, device=device), None)
         search = _search(model, step)
-        forward = forward_of(search._intervals(INPUTS_AWAY))[1:]
+        forward = forward_of(search._intervals((INPUTS_AWAY,) * len(search._regions)))[1:]
         found.append([(each.grown, each.most, each.moved) for each in forward])
         search.undo()
     assert any(moved.out for *_, moved in found[0])
@@ -237,12 +237,12 @@ def test_slower_link_costs_time_alone(sim, device, virtual, level):
     search._hide_copies()
     search.put((level,) * 3)
     gradients(model, x)
-    peak = search._measured((level,) * 3)
+    peak = search._peak(search._intervals((level,) * 3))
     sim.simulate(**virtual, copy_gbps=0.01)
     before = offload_stats().late
     assert all(map(torch.equal, gradients(model, x), plain))
     assert offload_stats().late == before
-    assert search._measured((level,) * 3) == peak
+    assert search._peak(search._intervals((level,) * 3)) == peak
     search.undo()
 
 

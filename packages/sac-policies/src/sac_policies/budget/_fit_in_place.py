@@ -292,17 +292,17 @@ class _Search:
     def run(self, limit: Limit) -> InPlaceFit | Infeasible:
         """Measure each level, choose a mixture, and measure it."""
         self._division.put()
-        count = len(self._regions)
-        intervals = [self._intervals(0)]
+        uniform = [(level,) * len(self._regions) for level in range(len(LEVELS))]
+        intervals = [self._intervals(uniform[0])]
         peaks = [self._peak(intervals[0])]
         allowed = limit.allowed(peaks[0])
         if peaks[0] <= allowed:
-            return self._found((0,) * count, peaks[0], peaks[0], peaks[0], allowed)
+            return self._found(uniform[0], peaks[0], peaks[0], peaks[0], allowed)
         if HIDDEN_AWAY in self._usable:
             self._hide_copies()
         self._learn()
         for level in range(1, self._levels):
-            intervals.append(self._intervals(level))
+            intervals.append(self._intervals(uniform[level]))
             peaks.append(self._peak(intervals[level]))
         steps, before = self._steps(intervals), self._step.resident()
         room = allowed - before
@@ -312,7 +312,7 @@ class _Search:
             if choice is None and fitting:
                 break
             done = choice or steps.least()
-            peak = self._measured(done)
+            peak = self._peak(self._intervals(done))
             if peak <= allowed:
                 return self._found(done, peak, before + steps.growth(done), peaks[0], allowed)
             if choice is None:
@@ -326,7 +326,7 @@ class _Search:
             helps = what_helps(self._step, intervals[0], smallest, allowed)
             return Infeasible(allowed, smallest, how, helps, self._cause)
         best = min(fitting, key=lambda level: sum(cost[level] for cost in steps.costs))
-        return self._found((best,) * count, peaks[best], peaks[best], peaks[0], allowed)
+        return self._found(uniform[best], peaks[best], peaks[best], peaks[0], allowed)
 
     def _steps(self, intervals: list[list[Interval]]) -> Steps:
         return Steps([kind_of(region.module) for region in self._regions], intervals)
@@ -404,29 +404,18 @@ class _Search:
             return True
         return graph_breaks() > before
 
-    def _intervals(self, level: int) -> list[Interval]:
-        done = self.put((level,) * len(self._regions))
-        marks = Marks(self._step.device)
-        with self._progress.step(f"each block {LEVELS[self._usable[level]]}") as told:
+    def _intervals(self, choice: tuple[int, ...]) -> list[Interval]:
+        """Put each region on a level, and measure a step. Collective."""
+        done = self.put(choice)
+        marks, groups = Marks(self._step.device), _groups(done)
+        with self._progress.step("; ".join(groups)) as told:
             with marked([region.module for region in self._regions], marks):
                 found = self._step.intervals(marks)
             peak = self._peak(found)
             told.append(format_size(peak))
-        self._note(done, peak)
+        self._rounds.append((sum(region.level != LEVELS[KEEPS] for region in done), peak))
+        self._tried.setdefault(peak, groups)
         return found
-
-    def _measured(self, choice: tuple[int, ...]) -> int:
-        done = self.put(choice)
-        with self._progress.step("; ".join(_groups(done))) as told:
-            peak = self._step.peak()
-            told.append(format_size(peak))
-        self._note(done, peak)
-        return peak
-
-    def _note(self, done: tuple[RegionFit, ...], peak: int) -> None:
-        count = sum(region.level != LEVELS[0] for region in done)
-        self._rounds.append((count, peak))
-        self._tried.setdefault(peak, _groups(done))
 
     def undo(self) -> None:
         """Put all regions on the level that keeps everything, and restore divided forwards."""

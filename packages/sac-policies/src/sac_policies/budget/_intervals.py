@@ -74,7 +74,7 @@ class Steps:
         self._count = len(kinds)
         self._tail: Key | None = tail_of(each.key for each in self._plain)
         self._largest = largest_pass(self._plain)
-        self._keys = {each.key for each in self._largest}
+        self._own = [self._in_largest(one) for one in measured]
         self._offloaded = Offloaded(measured)
         tails = [one.get(self._tail) for one in self._by_level]
         self._left = list(map(self._left_in_tail, measured, tails))
@@ -183,6 +183,15 @@ class Steps:
                 found[number] = more
         return found
 
+    def _in_largest(self, one: Sequence[Interval]) -> list[list[Interval]]:
+        """Return by region its intervals in the largest pass, without the tail."""
+        keys = {each.key for each in self._largest} - {self._tail}
+        found: list[list[Interval]] = [[] for _ in range(self._count)]
+        for each in one:
+            if each.region is not None and each.key in keys:
+                found[each.region].append(each)
+        return found
+
     def _by_region(self, one: Sequence[Interval]) -> list[int]:
         found = [0] * self._count
         for each in one:
@@ -191,12 +200,7 @@ class Steps:
         return found
 
     def _kept(self, number: int, level: int) -> int:
-        return sum(
-            each.grown
-            for key, each in self._by_level[level].items()
-            if key in self._keys and key != self._tail
-            if each.region == number and not key[2]
-        )
+        return sum(each.grown for each in self._own[level][number] if not each.key[2])
 
     def _search(self, target: int) -> tuple[int, ...] | None:
         """`choose` for a pass that calls every region once and reverses the order in backward.
@@ -209,11 +213,12 @@ class Steps:
         begin = self._largest.index(own[0]) if own else 0
         before = sum(each.grown for each in self._plain[: start + begin])
         order = list(dict.fromkeys(each.key[0] for each in own))
-        rest = sum(map(self._sum, order))
+        left = [sum(each.grown for each in own) for own in self._own[0]]
+        rest = sum(left[number] for number in order)
         between, top = self._between()
         parts = []
         for number in order:
-            rest -= self._sum(number)
+            rest -= left[number]
             options = []
             for level, cost in enumerate(self.costs[number]):
                 first, last = self._most(number, level)
@@ -227,11 +232,6 @@ class Steps:
         choice = dict(zip(order, levels, strict=True))
         return tuple(choice.get(number, 0) for number in range(self._count))
 
-    def _sum(self, number: int) -> int:
-        return sum(
-            each.grown for each in self._largest if each.key != self._tail and each.region == number
-        )
-
     def _between(self) -> tuple[int, int]:
         """Return the growth from the end of the last region's forward to backward, and its peak."""
         now = top = 0
@@ -244,11 +244,9 @@ class Steps:
     def _most(self, number: int, level: int) -> tuple[int, int]:
         """Return the peaks of forward and of backward, each over the bytes at its start."""
         most, called = {False: 0, True: 0}, 0
-        for key, each in self._by_level[level].items():
-            if key not in self._keys or each.region != number or key == self._tail:
-                continue
-            backward = bool(key[2])
-            before = called if key[2] is None else 0
+        for each in self._own[level][number]:
+            backward = bool(each.key[2])
+            before = called if each.key[2] is None else 0
             most[backward] = max(most[backward], before + each.most)
             called = each.grown
         return most[False], most[True]

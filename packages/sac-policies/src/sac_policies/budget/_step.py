@@ -23,7 +23,7 @@ from ..trials._functions import named_by
 from ..trials._objects import Objects
 from ..trials._rollback import Rollback
 from ._agree import check_equal, largest, largest_each
-from ._measure import Interval, Marks, Moved, bytes_of, free_bytes, highest, tail_of
+from ._measure import Interval, Marks, Moved, bytes_of, free_bytes, tail_of
 from ._optimizer import check_optimizer, existing_bytes, state_bytes
 from ._sizes import Budget, budget_bytes
 
@@ -236,13 +236,6 @@ class Step:
                 "forward and backward. "
                 + ("Call backward() on the loss inside of it." if is_loss else "Run both in it.")
             )
-
-    def peak(self) -> int:
-        """Run a step; return its peak in bytes, the maximum over ranks. Collective."""
-        self._prepare()
-        self._settle()
-        found = Marks(self.device).intervals(self._run)
-        return largest(self._resident() + highest(found))
 
     def settle_buckets(self) -> None:
         """Run steps in which DDP makes the buckets that it keeps. Collective.
