@@ -277,7 +277,8 @@ def test_tags_keep_what_reads_a_written_buffer(way: str, policy: Any) -> None:
 
 
 def test_a_block_alone_may_be_compiled() -> None:
-    """The other blocks keep all their levels."""
+    """The other blocks keep all their levels; a compiled block may be the whole model."""
+    assert fit_(torch.compile(Block(), backend="aot_eager"), ROWS.repeat(1, 3), 1.0)
     model = stack()
     model.blocks[1].compile(backend="aot_eager")
     expected = training(model)
