@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from sac_policies import (
+    checkpoint,
     checkpoint_name,
     first_match,
     recompute_all,
@@ -152,3 +153,35 @@ def test_report_says_why_results_are_held():
     (held,) = report(inside, x, policy=recompute_all()).kept_anyway
     assert (held.op, held.held_bytes) == ("aten.mm.default", x.nbytes)
     assert held.why == "a gradient inside the forward recomputed it"
+
+
+def test_nested_region_has_rows_by_its_own_policy():
+    """A value that the nested region keeps is held, although the outer policy recomputes it."""
+    x, w = _leaves()
+
+    def run(t):
+        inner = lambda t: checkpoint_name((t @ w).sin(), "wave") @ w  # noqa: E731
+        return checkpoint(inner, t.exp(), policy=save_ops("aten.mm")).cos()
+
+    found = report(run, x, policy=recompute_all())
+    assert [row.op.split(".")[1] for row in found.rows] == [
+        "exp",
+        "mm",
+        "sin",
+        "named",
+        "mm",
+        "cos",
+    ]
+    assert [row.held_bytes for row in found.kept] == [256, 256]
+    assert {row.rule for row in found.kept} == {repr(save_ops("aten.mm"))}
+    assert found.held_bytes == 512
+
+
+def test_saved_value_that_is_named_is_held_by_the_call_that_made_it():
+    """The name has a row, which keeps nothing."""
+    p, q = _leaves()
+    found = report(
+        lambda p, q: checkpoint_name(p.sin(), "s") @ q, p, q, policy=save_ops("aten.sin")
+    )
+    assert [(row.op, row.read) for row in found.kept] == [("aten.sin.default", True)]
+    assert found.kept_anyway == ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ class Report:
     """The effect of a policy on one region.
 
     Attributes:
-        rows: operator calls in forward order.
+        rows: operator calls in forward order; calls of a nested region are decided by its policy.
         held_bytes: bytes made by the region that are held on the device between forward and
             backward, shared storage counted once: the sum over `rows`. Parameters and inputs
             do not count.
@@ -221,7 +220,7 @@ def report(function: Callable[..., Any], *args: Any, policy: PolicyLike, **kwarg
             "sac_policies.report: gradients are off or the code is being compiled, but a report "
             "reads what an eager forward saves for backward. Call it outside of both."
         )
-    reading = Reading(wanted, partial(_row, wanted), names=True)
+    reading = Reading(wanted, _row, is_full=True)
     own = own_arguments(kwargs)
     given = (*args, *own.values())
     with Rollback(function, *given, tensors=tensors_behind(given)) as rollback, rollback.watching():

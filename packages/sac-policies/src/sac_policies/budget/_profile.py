@@ -21,6 +21,7 @@ from ..policies._decisions import Answer
 from ..policies._flops import flops_of
 from ..policies._operators import facts_of
 from ..policies._plans import Unit
+from ..policies._policies import Policy
 from ..policies._rules import RECOMPUTE_ALL, is_count
 from ..policies._views import OpView
 from ._trace import Held, Trace, TracedOp, TracedPack
@@ -94,7 +95,10 @@ def _traced(function: Callable[..., Any], args: Any, kwargs: Any, unit: Unit) ->
     """Run one forward, and return its trace."""
     clock = _Clock() if unit == "ns" else None
 
-    def traced(view: OpView, _: Answer, made_bytes: int, inputs: tuple[int, ...]) -> TracedOp:
+    def traced(
+        policy: Policy, view: OpView, answer: Answer, made_bytes: int, inputs: tuple[int, ...]
+    ) -> TracedOp:
+        del policy, answer
         if clock is None:
             cost = flops_of(view.op, view.args, view.kwargs, view.output)
             cost = cost or sum(each.numel() for each in tensors_in(view.output))
@@ -103,7 +107,7 @@ def _traced(function: Callable[..., Any], args: Any, kwargs: Any, unit: Unit) ->
         draws = facts_of(view.op).draws(view.args)
         return TracedOp(str(view.op), view.index, made_bytes, cost, inputs, draws=draws)
 
-    reading = Reading(RECOMPUTE_ALL, traced, names=False)
+    reading = Reading(RECOMPUTE_ALL, traced, is_full=False)
     with clock or nullcontext():
         tape, out = reading.read(function, args, kwargs)
     ops = tuple(

@@ -54,11 +54,13 @@ class Reading(Policy, Generic[T]):
 
     Args:
         policy: decides.
-        describe: called with each call, its answer, the bytes of the storages that it made, and
-            the positions of the calls that made its inputs, ascending.
-        names: whether tensors that are given a name count as calls.
+        describe: called with the policy, each call, its answer, the bytes of the storages that it
+            made, and the positions of the calls that made its inputs, ascending.
+        is_full: whether names given to tensors count as calls, and calls of nested regions too.
 
     Attributes:
+        policy: of the running region.
+        table: of the running region.
         calls: what `describe` returned, in the order of the calls.
         whys: by position, why a result is held although the policy does not keep it.
         overwritten: positions of calls to whose results a later call writes.
@@ -68,28 +70,28 @@ class Reading(Policy, Generic[T]):
     def __init__(
         self,
         policy: Policy,
-        describe: Callable[[OpView, Answer, int, tuple[int, ...]], T],
+        describe: Callable[[Policy, OpView, Answer, int, tuple[int, ...]], T],
         *,
-        names: bool,
+        is_full: bool,
     ) -> None:
-        self._policy, self._describe, self._names = policy, describe, names
+        self.policy, self._describe, self.is_full = policy, describe, is_full
         self.calls, self.whys = list[T](), list[str]()
         self.overwritten, self.moved = set[int](), set[int]()
         self._storages = WeakIdKeyDictionary()
-        self._table = Table(self)
+        self.table = Table(self)
 
     def read(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[ReadTape, Any]:
         """Run a function; return its tape and result. While the result lives, values are held."""
-        region = Region(self, self._table, PolicyUse(), root_of(function), checks=False)
+        region = Region(self, self.table, PolicyUse(), root_of(function), checks=False)
         tape = ReadTape(region, self)
         return tape, tape.run(function, args, kwargs)
 
     def decide(self, view: OpView) -> Answer:
         """Return the policy's answer."""
-        answer = self._policy.decide(view)
+        answer = self.policy.decide(view)
         args, kwargs = view.args, dict(view.kwargs)
-        self._table.run_of(view.op, self)
-        recorder, at = self._table.recorders[view.op], len(self.calls)
+        self.table.run_of(view.op, self)
+        recorder, at = self.table.recorders[view.op], len(self.calls)
         read = {self.storage_of(each).made_by for each in tensors_in((args, kwargs))}
         for tensor in facts_of(view.op).written(args, kwargs):
             self.overwritten.add(self.storage_of(tensor).made_by)
@@ -101,11 +103,11 @@ class Reading(Policy, Generic[T]):
             if storage not in self._storages:
                 self._storages[storage] = Storage(storage.nbytes(), at, len(made), at)
                 made.append(storage.nbytes())
-            elif not recorder.shares:
+            elif not recorder.shares and (view.label is None or (answer and answer.keeps)):
                 self._storages[storage] = replace(self._storages[storage], last=at)
         self.whys.append(_reason(recorder, all(each.is_floating_point() for each in results)))
         inputs = tuple(sorted(read - {-1}))
-        self.calls.append(self._describe(view, answer, sum(made), inputs))
+        self.calls.append(self._describe(self.policy, view, answer, sum(made), inputs))
         return answer
 
     def constant(self, op: Operator) -> Constant:
@@ -115,15 +117,15 @@ class Reading(Policy, Generic[T]):
 
     @property
     def offloads(self) -> bool:
-        return self._policy.offloads
+        return self.policy.offloads
 
     @property
     def reads_modules(self) -> bool:
-        return self._policy.reads_modules
+        return self.policy.reads_modules
 
     @property
     def reads_names(self) -> bool:
-        return self._names
+        return self.is_full
 
     def storage_of(self, tensor: torch.Tensor, new: Storage | None = None) -> Storage:
         """Return the storage of a tensor; one that was not seen is `new`, or from before."""
@@ -173,6 +175,22 @@ class ReadTape(Tape):
             if own.again:
                 self._reading.whys[own.last] = "a gradient inside the forward recomputed it"
         return found
+
+    def run_inside(
+        self, region: Region, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run a nested region; a full reading asks its policy, and lists its calls too."""
+        reading = self._reading
+        before = reading.policy, reading.table
+        if reading.is_full:
+            reading.policy = region.policy
+            region.policy, region.table = reading, Table(reading)
+            region.table.reads_names = False  # the listener of the outer region is called
+            reading.table = region.table
+        try:
+            return super().run_inside(region, function, args, kwargs)
+        finally:
+            reading.policy, reading.table = before
 
     def note_mask(self, mask: torch.Tensor, version: int) -> None:
         super().note_mask(mask, version)
