@@ -129,6 +129,15 @@ def test_report_lists_what_is_held():
     assert "1 mm not held: backward does not need it" in str(found)
 
 
+def test_inputs_do_not_count():
+    """Except where the policy keeps a name of theirs; an input may be written to in place."""
+    p, q = _leaves()
+    policy = save_named("given")
+    assert report(lambda p: (p.relu_() @ q).exp(), p * 1, policy=recompute_all()).held_bytes == 0
+    named = report(lambda p: (checkpoint_name(p, "given") * 2).sin() @ q, p * 1, policy=policy)
+    assert [(row.held_bytes, row.read) for row in named.kept] == [(256, True)]
+
+
 def test_report_says_why_results_are_held():
     """Integers, values computed under no_grad, and values that a gradient inside recomputes."""
     x = torch.randn(64, 64, requires_grad=True)

@@ -95,6 +95,7 @@ class Reading(Policy, Generic[T]):
         read = {self.storage_of(each).made_by for each in tensors_in((args, kwargs))}
         for tensor in facts_of(view.op).written(args, kwargs):
             self.overwritten.add(self.storage_of(tensor).made_by)
+        is_kept = answer is not None and answer.keeps
         results, made = tensors_in(view.output), list[int]()
         for tensor in results:
             storage = storage_under(tensor)
@@ -103,8 +104,12 @@ class Reading(Policy, Generic[T]):
             if storage not in self._storages:
                 self._storages[storage] = Storage(storage.nbytes(), at, len(made), at)
                 made.append(storage.nbytes())
-            elif not recorder.shares and (view.label is None or (answer and answer.keeps)):
-                self._storages[storage] = replace(self._storages[storage], last=at)
+                continue
+            own = self._storages[storage]
+            # An input that is written to in place is still an input; a name counts if it is kept.
+            is_new = own.made_by >= 0 and not recorder.shares
+            if is_new if view.label is None else is_kept:
+                self._storages[storage] = replace(own, last=at)
         self.whys.append(_reason(recorder, all(each.is_floating_point() for each in results)))
         inputs = tuple(sorted(read - {-1}))
         self.calls.append(self._describe(self.policy, view, answer, sum(made), inputs))
