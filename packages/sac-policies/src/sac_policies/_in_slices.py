@@ -11,6 +11,8 @@ made by one split.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from operator import add
 from typing import Any, TypeVar
 
 import torch
@@ -197,7 +199,7 @@ def _joined(results: list[Any], sizes: list[int], dim: int) -> Any:
                     "sac_policies.in_slices: the function returns a mean, but results of slices "
                     'are added. Return the sum (reduction="sum") and the count, and divide.'
                 )
-            return _added_up(results)
+            return reduce(add, results)
         if all(_length(each, dim) == size for each, size in zip(results, sizes, strict=True)):
             return torch.cat(results, dim)
     found = [tuple(r.shape) if isinstance(r, torch.Tensor) else type(r).__name__ for r in results]
@@ -224,13 +226,6 @@ def _is_mean(result: torch.Tensor) -> bool:
         is_linear = type(node).__name__.startswith(("Mul", "Div", "Neg", "ToCopy", "Alias"))
         node = above[0] if is_linear and len(above) == 1 else None
     return False
-
-
-def _added_up(results: list[torch.Tensor]) -> torch.Tensor:
-    total = results[0]
-    for each in results[1:]:
-        total = total + each
-    return total
 
 
 def _length(tensor: torch.Tensor, dim: int) -> int:

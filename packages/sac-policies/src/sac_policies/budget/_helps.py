@@ -9,6 +9,7 @@ from ._sizes import format_size
 from ._step import BACKWARD, Step
 
 SLICES = 16
+"""Slices of logits and loss that are suggested."""
 _WORTH = 0.01
 """Smallest saving that is worth a line, as a share of the smallest peak."""
 

@@ -12,11 +12,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..budget._intervals import Steps
+from ..budget._link import SECOND
 from ..budget._measure import Interval, tail_of
-from ._watch import SECOND
-
-SLICES = 16
-"""Slices of logits and loss that are suggested."""
 
 
 class Causes(NamedTuple):

@@ -21,8 +21,9 @@ from .._tensors import tensors_in
 from .._torch_compat import fake_mode
 from .._torch_compat._module_calls import around_calls
 from ..budget._checkpointed import Checkpointed
+from ..budget._helps import SLICES
 from ..budget._levels import COSTLY, HIDDEN_AWAY, INPUTS_AWAY, KEEPS, LEVELS, MATMULS, RECOMPUTES
-from ..budget._link import Link
+from ..budget._link import SECOND, Link
 from ..budget._measure import Interval, bytes_of
 from ..budget._profile import profile
 from ..budget._repeating import repeating
@@ -33,9 +34,9 @@ from ..policies._policies import Policy
 from ..policies._rules import RECOMPUTE_ALL
 from ._alike import Blocks, find_blocks
 from ._devices import DEVICES, FREE_SHARE, Device
-from ._mixture import SLICES, Measured, StepEstimate, offloaded
+from ._mixture import Measured, StepEstimate, offloaded
 from ._model import OPTIMIZERS, Batch, Subject, build
-from ._watch import SECOND, watch_step
+from ._watch import watch_step
 
 PLAIN, OFFLOADED, HIDDEN = LEVELS[KEEPS], LEVELS[INPUTS_AWAY], LEVELS[HIDDEN_AWAY]
 _POLICIES = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..budget._helps import SLICES
 from ..budget._sizes import format_size
-from ._mixture import SLICES, StepEstimate
+from ._mixture import StepEstimate
 from ._plan import Estimate
 
 GIB = 1 << 30

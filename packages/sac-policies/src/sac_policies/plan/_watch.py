@@ -16,12 +16,11 @@ from .._tensors import tensors_in
 from .._torch_compat import storage_bytes, storage_key, storage_under
 from .._watching_mode import WatchingMode
 from ..budget._intervals import marked
+from ..budget._link import SECOND
 from ..budget._measure import Event, Interval, Marks, accounted
 from ..policies._flops import flops_of
 from ._alike import Blocks
 from ._devices import Device
-
-SECOND = 10**9
 
 
 class FakeStorages(WatchingMode):
