@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sac_policies import CONVOLUTIONS, checkpoint, recompute_all, save_ops
-from sac_policies._torch_compat._flags import flags_of
+from sac_policies.eager._flags import flags_of
 
 numpy = pytest.importorskip("numpy")
 pytestmark = pytest.mark.filterwarnings(
