@@ -14,6 +14,7 @@ from weakref import ref
 import torch
 from torch.autograd.graph import increment_version
 
+from .._tensors import tensors_in
 from .._torch_compat._dispatch import boxed_call, hidden_from_modes, is_called_by_library
 from ..policies._decisions import Decision
 from ..policies._operators import BATCH_NORMS, RNNS, STATISTICS, Facts, facts_of
@@ -28,7 +29,6 @@ from ._values import (
     Operation,
     Result,
     TapeValues,
-    tensors_among,
     version_of,
 )
 
@@ -233,7 +233,7 @@ class Recorder(Operation):
             return not tape.records_views
         offloads = tape.offloads
         if offloads is not None and offloads.is_marked(args[0]):  # offload it in place of its base
-            offloads.mark(tensors_among((out,)))
+            offloads.mark(tensors_in(out))
         return True
 
     def _note_items(
@@ -327,7 +327,7 @@ class Recorder(Operation):
 
     def _collective(self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that may write to any of its arguments."""
-        tape.before_write(tensors_among((*args, *kwargs.values())))
+        tape.before_write(tensors_in((args, kwargs)))
         return self._held(tape, args, kwargs)
 
     def _written(self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -372,7 +372,7 @@ class Recorder(Operation):
         """Whether an integer result depends on floating-point values and so must be held."""
         if dtype is torch.bool:
             return False
-        return any(each.is_floating_point() for each in tensors_among(args))
+        return any(each.is_floating_point() for each in tensors_in(args))
 
 
 def _note_mask(tape: TapeValues, mask: torch.Tensor, version: int) -> None:

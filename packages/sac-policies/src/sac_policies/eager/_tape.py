@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._tensors import tensors_in
 from .._torch_compat import (
     FAKE_TENSOR,
     Hooks,
@@ -42,7 +43,7 @@ from ._compiled_calls import follow_compiled
 from ._fsdp import Ranges
 from ._observed import Observed
 from ._recorders import Recorder, Run, Table, tables
-from ._values import PLAIN, TapeValues, Value, parts_of, tensors_among, version_of
+from ._values import PLAIN, TapeValues, Value, parts_of, version_of
 
 
 class Region:
@@ -195,7 +196,7 @@ class Tape(TapeValues, TorchDispatchMode):
             return False
         region.kept = True
         if answer is Decision.OFFLOAD and not recorder.shares:
-            self.to_offload().mark(tensors_among((out,)))
+            self.to_offload().mark(tensors_in(out))
         return True
 
     def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
@@ -226,7 +227,7 @@ class Tape(TapeValues, TorchDispatchMode):
         A wrapper that the call writes to gets its next version when the call returns.
         """
         written = {id(each) for each in facts_of(op).written(args, kwargs)}
-        for tensor in tensors_among((*args, *kwargs.values())):
+        for tensor in tensors_in((args, kwargs)):
             if type(tensor) in PLAIN or not is_wrapper(tensor):
                 continue
             base = base_of(tensor)

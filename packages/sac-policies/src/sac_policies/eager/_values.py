@@ -8,7 +8,7 @@ the values that backward may need.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .._errors import MutationError, RecomputeError
+from .._tensors import tensors_in
 from .._torch_compat import (
     Hooks,
     after_backward,
@@ -80,16 +81,6 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     flat = torch.as_strided(tensor, (span,), (1,)).clone()
     return torch.as_strided(flat, sizes, strides, 0)
-
-
-def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
-    """List the tensors in an operator's arguments, also those in lists."""
-    found: list[torch.Tensor] = []
-    for value in values:
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, torch.Tensor):
-                found.append(each)
-    return found
 
 
 class Value:
@@ -380,8 +371,7 @@ class Replay:
             self._backward = backward
         tensor = value.now()
         if tensor is None:
-            at_once = isinstance(value, OpCall) and _is_ready(value)
-            make: Callable[..., torch.Tensor] = self._made_at_once if at_once else self._made
+            make = self._made
             tensor = announced(-1, make, value, caches) if is_measured() else make(value, caches)
         value.reads += 1
         if value.reads >= value.readers:
@@ -396,24 +386,6 @@ class Replay:
             if value is not None:
                 value.cached, value.reads = None, 0
         self.cached.clear()
-
-    def _made_at_once(self, root: OpCall, caches: bool) -> torch.Tensor:
-        """Make a value by one call whose inputs are held or cached."""
-        before, self.runs = self.runs, True
-        try:
-            with below_autograd(), no_torch_function():
-                tensor: torch.Tensor = root.run({})
-        finally:
-            self.runs = before
-        is_borrowed = root.recorder.shares and root.inputs[0].held is not None
-        if caches and not is_borrowed and root.readers - root.reads > 1:
-            self._cache(root, tensor)
-        for each in root.inputs:
-            if each.held is None:
-                each.reads += 1
-                if each.reads >= each.readers:
-                    each.cached, each.reads = None, 0
-        return tensor
 
     def _made(self, root: Value, caches: bool) -> torch.Tensor:
         made: dict[Value, torch.Tensor] = {}
@@ -473,13 +445,6 @@ class Replay:
     def _cache(self, value: Value, tensor: torch.Tensor) -> None:
         value.cached, value.version = tensor, version_of(tensor)
         self.cached.append(ref(value))
-
-
-def _is_ready(call: OpCall) -> bool:
-    for each in call.inputs:
-        if each.held is None and (each.cached is None or each.now() is None):
-            return False
-    return call.boxed is None and call.items is None
 
 
 def _results(call: OpCall) -> list[Value]:
@@ -972,7 +937,7 @@ def _tensor_held_by(holder: ref[Value]) -> torch.Tensor | None:
 def _alias_in(packed: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     """Find the tensor itself in the result of a pack hook, and its version."""
     storage = storage_of(tensor)
-    for each in tensors_among(packed if isinstance(packed, (list, tuple)) else (packed,)):
+    for each in tensors_in(packed):
         if storage_of(each) == storage:
             return each, version_of(each)
     return None
