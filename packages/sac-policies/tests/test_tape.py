@@ -416,6 +416,19 @@ def test_policy_decides_which_matmuls_run_again(policy, runs, counting):
     assert same(found, grads(module(x), x, *module.parameters()))
 
 
+def test_policy_of_a_nested_region_ends_with_it(xw, counting):
+    """The outer policy keeps the matmuls before and after; the inner one is recomputed."""
+    x, w = xw
+
+    def run(t):
+        return (taped(lambda u: (u @ w).sin(), (t @ w).sin()) @ w).sin()
+
+    out = taped(run, x, policy=save_ops("aten.mm"))
+    with counting() as counts:
+        out.sum().backward()
+    assert counts[MM] == 6 + 1
+
+
 def test_gradient_inside_region_keeps_what_backward_reads(xw, counting):
     """Both matmuls, the region's and its gradient's, are kept, so backward runs neither."""
     x, w = xw
