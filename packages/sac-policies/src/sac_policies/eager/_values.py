@@ -558,8 +558,8 @@ class _ByStorage:
         self._sorted: dict[int | None, list[Any]] = {}
         self.add = self._new.append
 
-    def of(self, storages: set[int | None]) -> list[Any]:
-        """List the items whose tensor has one of the storages."""
+    def take(self, storages: set[int | None]) -> list[Any]:
+        """Remove and list the items whose tensor has one of the storages."""
         for item in self._new:
             tensor = self._tensor_of(item)
             if tensor is not None:
@@ -570,7 +570,6 @@ class _ByStorage:
             tensor = self._tensor_of(item)
             if tensor is not None and storage_of(tensor) in storages:
                 found.append(item)
-        self._new += found  # the next write finds where they are then
         return found
 
 
@@ -779,7 +778,7 @@ class TapeValues:
         with hidden_from_modes(written[0]):
             storages = {storage_of(each) for each in written}
             hidden = {storage_of(each) for each in unseen}
-            for key in self._known_by_storage.of(storages):
+            for key in self._known_by_storage.take(storages):
                 self.known.pop(key, None)
             for value, held in self._holding(storages):
                 if not (value.is_alone and storage_of(held) in hidden):
@@ -791,8 +790,11 @@ class TapeValues:
                     tape._before_later_write(storages, hidden)
 
     def _holding(self, storages: set[int | None]) -> Iterator[tuple[Value, torch.Tensor]]:
-        """Yield the values that hold a tensor of one of the storages."""
-        for holder in self._held_by_storage.of(storages):
+        """Yield the values that hold a tensor of one of the storages, at the first write only.
+
+        Those that are not copied then are never copied: their version shows a later write.
+        """
+        for holder in self._held_by_storage.take(storages):
             value = holder()
             if value is not None and value.held is not None:
                 yield value, value.held
