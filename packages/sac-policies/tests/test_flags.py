@@ -56,27 +56,6 @@ def compare(block: nn.Module, policy: Any) -> None:
         assert all(map(torch.equal, found, expected))
 
 
-class Without(nn.Module):
-    """Runs a module without oneDNN."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Switch oneDNN off for the call."""
-        with torch.backends.mkldnn.flags(enabled=False):
-            return self.inner(x).sin()
-
-
-@every_policy
-def test_library_switched_off_inside_a_region_is_off_in_its_replay(policy):
-    """Another library gives other bits."""
-    torch.manual_seed(0)
-    block = Without(nn.Conv2d(8, 16, 3))
-    compare(nn.Sequential(block, nn.Conv2d(16, 4, 3)), policy)
-
-
 @every_policy
 def test_library_switched_off_around_forward_is_off_in_its_replay(policy):
     """Backward runs outside of the block; the switch is as before after it."""
