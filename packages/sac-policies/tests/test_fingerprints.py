@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -134,22 +133,6 @@ def test_comparison_outlives_a_backward_inside_its_own(later: Fingerprint) -> No
     with pytest.raises(RecomputeError, match="outside"):
         outer.sum().backward()
     assert ended
-
-
-def test_comparison_is_read_by_whichever_thread_ends_the_backward(
-    later: Fingerprint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A device's thread compares, and the caller's thread may be the last one."""
-    at_the_end: list[Any] = []
-    monkeypatch.setattr(
-        _fingerprints, "after_backward", lambda callback: not at_the_end.append(callback)
-    )
-    device = threading.Thread(target=later.check, args=(torch.ones(70, 70), refuse))
-    device.start()
-    device.join()
-    (settle,) = at_the_end
-    with pytest.raises(RecomputeError, match="changed"):
-        settle()
 
 
 def test_comparison_outside_of_backward_is_made_at_once(later: Fingerprint) -> None:

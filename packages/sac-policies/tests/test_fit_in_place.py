@@ -243,17 +243,6 @@ def test_bad_input_is_refused(call: Callable[[], object], said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_a_model_that_was_fitted_is_refused() -> None:
-    """The error names the module and a remedy; then the model can be fitted again."""
-    model = stack()
-    found = fit_(model, BATCH, "50%")
-    assert isinstance(found, InPlaceFit)
-    with pytest.raises(BudgetError, match=r"module 'blocks\.0' is checkpointed by an earlier fit_"):
-        fit_(model, BATCH, "50%")
-    found.undo()
-    assert fit_(model, BATCH, "50%")
-
-
 QUIET = """
 import torch
 from torch import nn

@@ -21,29 +21,6 @@ from ._blocks import stack
 from ._fitted import BATCH, ROWS, own_forwards, training
 
 
-def test_nothing_but_forward_is_changed_and_undo_leaves_nothing() -> None:
-    """Names, keys, parameters, gradients, buffers, modes and random state are unchanged."""
-    model = stack()
-    model.blocks[2].eval()
-    training(model)
-    before = copy.deepcopy(model.state_dict())
-    grads = [p.grad for p in model.parameters()]
-    names, state = list(dict(model.named_modules())), torch.get_rng_state()
-    found = fit_(model, BATCH, "50%")
-    assert isinstance(found, InPlaceFit)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert list(dict(model.named_modules())) == names
-    assert list(model.state_dict()) == list(before)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
-    checkpointed = [region.path for region in found.regions if region.level != "keeps everything"]
-    assert own_forwards(model) == checkpointed != []
-    assert not model.blocks[2].training
-    found.undo()
-    found.undo()
-    assert own_forwards(model) == []
-
-
 def test_a_forward_that_somebody_else_has_put_there_comes_back() -> None:
     """The user's forward runs inside the region and is restored by undo."""
     model, calls = stack(2), []

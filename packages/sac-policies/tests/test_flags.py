@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sac_policies import CONVOLUTIONS, checkpoint, recompute_all, save_ops
-from sac_policies._torch_compat._flags import flags_of
+from sac_policies.eager._flags import flags_of
 
 numpy = pytest.importorskip("numpy")
 pytestmark = pytest.mark.filterwarnings(
@@ -54,27 +54,6 @@ def compare(block: nn.Module, policy: Any) -> None:
         options = {"policy": policy, "determinism_check": check}
         found = outcome(block, lambda block, x, options=options: checkpoint(block, x, **options))
         assert all(map(torch.equal, found, expected))
-
-
-class Without(nn.Module):
-    """Runs a module without oneDNN."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Switch oneDNN off for the call."""
-        with torch.backends.mkldnn.flags(enabled=False):
-            return self.inner(x).sin()
-
-
-@every_policy
-def test_library_switched_off_inside_a_region_is_off_in_its_replay(policy):
-    """Another library gives other bits."""
-    torch.manual_seed(0)
-    block = Without(nn.Conv2d(8, 16, 3))
-    compare(nn.Sequential(block, nn.Conv2d(16, 4, 3)), policy)
 
 
 @every_policy

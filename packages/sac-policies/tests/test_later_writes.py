@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -110,18 +109,6 @@ def test_buffer_written_by_later_region_is_bit_identical(step, options):
     """Plain autograd does not save the buffer; a region reads it again, so it holds a copy."""
     expected = outcome(step, plainly)
     for a, b in zip(outcome(step, region(options)), expected, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_copy_is_made_in_another_thread():
-    """The later region may run in another thread."""
-    with ThreadPoolExecutor(1) as pool:
-
-        def run(function: Run, *args: Any) -> Tensor:
-            return pool.submit(region(OPTIONS[0]), function, *args).result()
-
-        found = outcome(STEPS["write"], run)
-    for a, b in zip(found, outcome(STEPS["write"], plainly), strict=True):
         assert torch.equal(a, b)
 
 

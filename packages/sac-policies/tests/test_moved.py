@@ -263,6 +263,13 @@ class TestModel:
             found.append([t.grad.cpu() for t in (x, *model.parameters())])
         assert all(map(torch.equal, *found))
 
+    def test_product_behind_an_unsafe_view_is_offloaded(self):
+        """Autograd saves the view, which shares the product's memory."""
+        x, w = ones().view(2, 64, 64).requires_grad_(), torch.ones(64, 64, device=KIND)
+        before = sp.offload_stats().copies_out
+        sp.checkpoint(lambda t: (t @ w).sin(), x, policy=sp.offload("aten.mm")).sum().backward()
+        assert sp.offload_stats().copies_out == before + 1
+
     def test_what_is_offloaded_is_pinned(self, monkeypatch):
         """Copies to unpinned memory would block the host."""
         pinned, real = [], torch.empty_like

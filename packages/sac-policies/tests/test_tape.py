@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -118,16 +116,9 @@ def test_write_through_separate_counter_is_bit_identical(xw):
     assert same(grads(taped(run, x), x, w), grads(expected, x, w))
 
 
-@every_policy
-def test_autocast_in_forward_or_backward_only(xw, policy):
-    """Casts of the forward are replayed; autocast around backward has no effect."""
+def test_autocast_around_backward_has_no_effect_on_replays(xw):
+    """Its own operators are cast, as without a region."""
     x, w = xw
-
-    def run(t):
-        with torch.autocast("cpu", torch.bfloat16):
-            return ((t @ w).sin() @ w).cos()
-
-    assert agrees(run, x, w, policy=policy)
     found = []
     for region in (lambda function, t: function(t), taped):
         out = region(lambda t: ((t @ w).sin() @ w).cos(), x).sum()
@@ -244,40 +235,7 @@ def test_region_between_hooks_of_a_region_is_right(xw):
     assert agrees(run, x, w)
 
 
-def test_threads_have_tapes_of_their_own(xw):
-    """Regions in threads, and threads in a region."""
-    x, w = xw
-
-    def part(scale):
-        return taped(lambda t: (t @ w).sin() * scale, x)
-
-    def run(t):
-        del t
-        with ThreadPoolExecutor(2) as pool:
-            a, b = pool.map(part, (1.0, 2.0))
-        return (a * b).cos()
-
-    assert agrees(run, x, w)
-    assert threading.active_count() >= 1
-
-
 # Exceptions and memory
-
-
-def test_held_error_of_nested_region_leaves_nothing():
-    """While the error is held, later operators and tensors do not belong to the region."""
-    x = torch.ones(2, 2, requires_grad=True)
-
-    def fail(t):
-        raise KeyError(t @ t)
-
-    def inner(t):
-        return checkpoint(fail, t, policy=save_ops("aten.mm"))
-
-    with pytest.raises(KeyError) as held:
-        checkpoint(inner, x, policy=save_ops("aten.mm"))
-    assert saved_tensor_hooks() is None
-    assert held.traceback
 
 
 @pytest.mark.parametrize(
@@ -303,31 +261,6 @@ def test_held_error_of_checkpoints_of_torch_leaves_nothing(around):
     assert modes_entered() == 0
     assert not torch.is_autocast_enabled("cpu")
     assert held.traceback
-
-
-def test_exception_in_backward_leaves_no_cached_values(xw):
-    """A weight written in between is still detected by the next backward."""
-    x, w = xw
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, a):
-            return a.view_as(a)
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ValueError("stopped")
-
-    def run(t):
-        y = Fails.apply(t.exp())
-        z = y.sin()
-        return z.cos() * z.tanh() @ w
-
-    out = taped(run, x).sum()
-    with pytest.raises(ValueError, match="stopped"):
-        out.backward(retain_graph=True)
-    with pytest.raises(ValueError, match="stopped"):
-        out.backward()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -414,6 +347,19 @@ def test_policy_decides_which_matmuls_run_again(policy, runs, counting):
         found = grads(taped(module, x, policy=policy), x, *module.parameters())
     assert counts[MM] == runs
     assert same(found, grads(module(x), x, *module.parameters()))
+
+
+def test_policy_of_a_nested_region_ends_with_it(xw, counting):
+    """The outer policy keeps the matmuls before and after; the inner one is recomputed."""
+    x, w = xw
+
+    def run(t):
+        return (taped(lambda u: (u @ w).sin(), (t @ w).sin()) @ w).sin()
+
+    out = taped(run, x, policy=save_ops("aten.mm"))
+    with counting() as counts:
+        out.sum().backward()
+    assert counts[MM] == 6 + 1
 
 
 def test_gradient_inside_region_keeps_what_backward_reads(xw, counting):

@@ -70,7 +70,23 @@ RANGE_START: Any = find("ops.profiler._record_function_enter_new.default")
 RANGE_END: Any = find("ops.profiler._record_function_exit._RecordFunction")
 """Operators that open and close a profiler range."""
 
-_top_hooks = find("_C._autograd._top_saved_tensors_default_hooks")
+get_precision: Callable[[str, str], str] = find("_C._get_fp32_precision_getter")
+set_precision: Callable[[str, str, str], Any] = find("_C._set_fp32_precision_setter")
+"""Precision of float32 by library and kind of work."""
+get_deterministic: Callable[[], bool] = find("_C._get_deterministic_algorithms")
+get_warn_only: Callable[[], bool] = find("_C._get_deterministic_algorithms_warn_only")
+set_deterministic: Callable[..., None] = find("_C._set_deterministic_algorithms")
+get_mkldnn: Callable[[], bool] = find("_C._get_mkldnn_enabled")
+set_mkldnn: Callable[[bool], None] = find("_C._set_mkldnn_enabled")
+get_cudnn: Callable[[], bool] = find("_C._get_cudnn_enabled")
+set_cudnn: Callable[[bool], None] = find("_C._set_cudnn_enabled")
+IS_CUDA_BUILT: bool = find("backends.cuda.is_built")()
+
+saved_tensor_hooks: Callable[[], Hooks | None] = functools.partial(
+    find("_C._autograd._top_saved_tensors_default_hooks"), False
+)
+"""Return the pack and unpack functions of the current saved-tensor hooks; None without any."""
+
 _engine = find("autograd.Variable._execution_engine")
 _key_guard = find("_C._SetExcludeDispatchKeyGuard")
 _eval_frame = find("_C._dynamo.eval_frame")
@@ -78,12 +94,6 @@ _functorch_level = find("_C._functorch.maybe_current_level")
 _mode_of = find("_C._get_dispatch_mode")
 _MODE_KEYS = find("_C._TorchDispatchModeKey")
 _mode_stack = find("utils._python_dispatch._get_current_dispatch_mode_stack")
-
-
-def saved_tensor_hooks() -> Hooks | None:
-    """Return the pack and unpack functions of the current saved-tensor hooks; None without any."""
-    found: Hooks | None = _top_hooks(False)
-    return found
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from .._torch_compat import after_backward, is_freed
+from .._torch_compat import after_backward, is_fake, is_freed
 from .._torch_compat._dispatch import no_dispatch
 
 _STEPS = (127, 113, 109, 107, 103, 101, 97, 89)
@@ -48,13 +48,13 @@ class Fingerprint:
     """The fingerprint of one tensor.
 
     Args:
-        tensor: a strided tensor with data. No dispatch mode may see its operators.
+        tensor: one that `is_comparable`. No dispatch mode may see its operators.
     """
 
     __slots__ = ("_nbytes", "_sums")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._nbytes, self._sums = tensor.nbytes, sums_of(tensor)
+        self._nbytes, self._sums = tensor.nbytes, sums_of(_resolved(tensor))
 
     def check(self, tensor: torch.Tensor, error: Callable[[], Exception]) -> None:
         """Raise `error` if a tensor has other bits, or its memory was freed.
@@ -62,6 +62,7 @@ class Fingerprint:
         On an accelerator the result is read at the end of backward. In a graph capture nothing is
         compared.
         """
+        tensor = _resolved(tensor)
         if is_freed(tensor) or tensor.nbytes != self._nbytes:
             raise error()
         if _is_immediate(tensor):
@@ -69,6 +70,17 @@ class Fingerprint:
                 raise error()
         elif not is_capturing(tensor.device):
             _raise_unless((self._sums == sums_of(tensor)).all(), error)
+
+
+def is_comparable(tensor: torch.Tensor) -> bool:
+    """Whether the bits of a tensor are there and defined: a workspace of bytes has padding."""
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and tensor.dtype is not torch.uint8 and not is_fake(tensor)
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without lazy conjugation and negation."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _raise_unless(same: torch.Tensor, error: Callable[[], Exception]) -> None:

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .._torch_compat import FAKE_TENSOR
-from .._torch_compat._flags import Flags
 from ._fingerprints import is_dense
+from ._values import Operation
 
 LEAST_ELEMENTS = 1024
 """Smaller masks are held as they are."""
-
-
-class _Unpack:
-    """Restores a mask from its bits; on the tape it is the operator of a call."""
-
-    __slots__ = ("call", "flags", "lists", "op", "positions", "shares")
-
-    def __init__(self, call: Callable[..., torch.Tensor]) -> None:
-        self.op = "the bits of a mask"
-        self.call = call
-        self.shares = False
-        self.flags: Flags | None = None
-        self.positions: tuple[int, ...] = (0,)
-        self.lists: tuple[int, ...] = ()
 
 
 def takes(tensor: Any) -> bool:
@@ -73,4 +58,5 @@ def _shifts(ones: torch.Tensor) -> torch.Tensor:
     return torch.arange(8, dtype=torch.uint8, device=ones.device).view(8, 1)
 
 
-UNPACK = _Unpack(unpacked)
+UNPACK = Operation("the bits of a mask", unpacked, positions=(0,))
+"""Restores a mask from its bits: on the tape, the operator of a call."""

@@ -24,15 +24,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 import torch
 
 from .._errors import EngineError, MutationError
-from .._torch_compat import alias, backward_id, storage_key
+from .._torch_compat import alias, backward_id, is_fake, storage_key
 from .._torch_compat._dispatch import no_dispatch
 from ._fingerprints import is_capturing
 
@@ -320,6 +321,87 @@ class Leaving(threading.local):
 
 
 leaving = Leaving()
+
+
+class Offloadable(Protocol):
+    """A value, as `Offloads` reads and changes it."""
+
+    held: torch.Tensor | None
+    boxed: Callable[[], torch.Tensor] | None
+    readers: int
+
+
+class Offloads:
+    """The values of one region that are to be offloaded, and its tensors that were."""
+
+    def __init__(self) -> None:
+        self._marked: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._pending: list[weakref.ref[Offloadable]] = []
+        self._moved: list[weakref.ref[MovedTensor]] = []
+        self._asked = -1
+        self._earlier: Callable[[], object] | None = None
+
+    def mark(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Offload tensors, if they are held."""
+        for each in tensors:
+            self._marked[id(each)] = weakref.ref(each)
+
+    def is_marked(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is to be offloaded if it is held."""
+        marked = self._marked.get(id(tensor))
+        return marked is not None and marked() is tensor
+
+    def add(self, value: Offloadable) -> None:
+        """Offload a value, once backward will read it."""
+        self._pending.append(weakref.ref(value))
+
+    def start(self) -> None:
+        """Start the copies of pending values that backward reads."""
+        waiting = []
+        for each in self._pending:
+            value = each()
+            if value is None or value.held is None:
+                continue
+            if value.readers:
+                self._move(value, value.held)
+            else:
+                waiting.append(each)
+        self._pending = waiting
+
+    def _move(self, value: Offloadable, tensor: torch.Tensor) -> None:
+        if is_fake(tensor) or not is_movable(tensor):
+            return
+        try:
+            moved = MovedTensor(tensor)
+        except NoHostMemoryError:
+            return
+        value.held, value.boxed = None, moved.read
+        self._moved.append(weakref.ref(moved))
+
+    def leave(self, storages: set[int | None]) -> None:
+        """Stop offloading tensors whose storage is about to be overwritten."""
+        for moved in self._living():
+            moved.leave(storages)
+
+    def end(self) -> None:
+        """End the region: its tensors come back before those of the region before it."""
+        self._marked.clear()
+        self._pending.clear()
+        if self._moved and leaving.region_ended():
+            self._earlier, leaving.region = leaving.region, weakref.ref(self)
+
+    def ask_back(self, backward: int) -> None:
+        """Start the copies back of this region and the previous one, once in a backward."""
+        if not (self._moved or self._earlier) or 0 <= backward == self._asked:
+            return
+        self._asked = backward
+        earlier = None if self._earlier is None else self._earlier()
+        for each in (self, earlier):
+            for moved in each._living() if isinstance(each, Offloads) else ():
+                moved.start_back()
+
+    def _living(self) -> list[MovedTensor]:
+        return [moved for each in self._moved if (moved := each()) is not None]
 
 
 @contextmanager

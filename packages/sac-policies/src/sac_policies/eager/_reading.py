@@ -21,6 +21,7 @@ from ..policies._operators import facts_of
 from ..policies._policies import DEPENDS, Constant, Policy
 from ..policies._unmatched import PolicyUse
 from ..policies._views import Operator, OpView
+from ._moved import Offloads
 from ._recorders import Recorder, Table
 from ._tape import Region, Tape
 from ._values import Value
@@ -197,28 +198,18 @@ class ReadTape(Tape):
         finally:
             reading.policy, reading.table = before
 
-    def note_mask(self, mask: torch.Tensor, version: int) -> None:
-        super().note_mask(mask, version)
-        seen = self.known.get(id(mask))
-        if seen is not None and seen.value.made_by is not None:
-            self._replaced(seen.value.made_by.inputs[0], mask)
-
-    def _copy(self, value: Value, tensor: torch.Tensor) -> None:
-        super()._copy(value, tensor)
-        if value.held is not tensor:
-            self._replaced(value, tensor)
-
-    def _replaced(self, value: Value, tensor: torch.Tensor) -> None:
+    def replaced(self, held: torch.Tensor, original: torch.Tensor) -> None:
         """Note that a tensor is held instead of another one."""
-        own = self._reading.storage_of(tensor)
-        if value.held is not None and own.made_by >= 0:
-            size = storage_bytes(value.held)
-            self._reading.storage_of(value.held, replace(own, size=size, is_copy=True))
+        own = self._reading.storage_of(original)
+        if own.made_by >= 0:
+            size = storage_bytes(held)
+            self._reading.storage_of(held, replace(own, size=size, is_copy=True))
 
-    def _move(self, value: Value, tensor: torch.Tensor) -> None:
-        super()._move(value, tensor)
-        if value.held is None:
-            self._reading.moved.add(self._reading.storage_of(tensor).last)
+    def to_offload(self) -> Offloads:
+        """Return what offloads tensors of this tape, and notes them."""
+        if self.offloads is None:
+            self.offloads = _NotedOffloads(self._reading)
+        return self.offloads
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         saved = super()._pack(tensor)
@@ -235,6 +226,19 @@ class ReadTape(Tape):
             again = replace(self.storages[saved], again=str(call.recorder.op))
             self._reading.storage_of(tensor, again)
         return tensor
+
+
+class _NotedOffloads(Offloads):
+    """Notes the calls whose results are offloaded."""
+
+    def __init__(self, reading: Reading[Any]) -> None:
+        super().__init__()
+        self._reading = reading
+
+    def _move(self, value: Any, tensor: torch.Tensor) -> None:
+        super()._move(value, tensor)
+        if value.held is None:
+            self._reading.moved.add(self._reading.storage_of(tensor).last)
 
 
 def _reason(recorder: Recorder, is_float: bool) -> str:

@@ -6,72 +6,31 @@ Short lists name the operators with a wrong schema.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
 from torch.autograd.graph import increment_version
 
-from .._torch_compat._dispatch import boxed_call, is_called_by_library
-from .._torch_compat._flags import flags_of
+from .._tensors import tensors_in
+from .._torch_compat._dispatch import boxed_call, hidden_from_modes, is_called_by_library
 from ..policies._decisions import Decision
 from ..policies._operators import BATCH_NORMS, RNNS, STATISTICS, Facts, facts_of
 from ..policies._per_policy import PerPolicy
 from ..policies._policies import DEPENDS, Constant, Policy
 from ..policies._views import Operator
+from ._flags import flags_of
 from ._fsdp import RANGE_OPS
-from ._values import UNVERSIONED, Known, OpCall, Result, Value, tensors_among, version_of
-
-
-class RecordingTape(Protocol):
-    """The parts of a tape that recorders use.
-
-    Attributes:
-        known: the tensors that have a value, by `id`.
-        note_gone: called when one of them is freed.
-        records_views: whether views of held tensors are recorded.
-    """
-
-    known: dict[int, Known]
-    note_gone: Callable[[Any], None]
-    records_views: bool
-
-    def value_of(self, tensor: torch.Tensor) -> Value:
-        """Return the value of a tensor; hold an unknown tensor."""
-
-    def known_value(self, tensor: torch.Tensor) -> Value | None:
-        """Return the value of a tensor, None if it is unknown."""
-
-    def hold(self, tensor: torch.Tensor, version: int) -> Value:
-        """Return a value that holds a tensor."""
-
-    def note(self, tensor: torch.Tensor, value: Value, version: int) -> None:
-        """Note the value of a tensor at this version."""
-
-    def note_mask(self, mask: torch.Tensor, version: int) -> None:
-        """Hold a mask as bits."""
-
-    def before_write(
-        self, written: list[torch.Tensor], unseen: Sequence[torch.Tensor] = ()
-    ) -> None:
-        """Forget tensors of storages that will be written; copy the ones held by values."""
-
-    def note_unversioned(self, written: list[torch.Tensor]) -> None:
-        """Record storages that were written without a version change."""
-
-    def decide(
-        self, recorder: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Count a call, and return whether the policy keeps its result."""
-
-    def mark_like(self, base: torch.Tensor, out: Any) -> None:
-        """Offload what shares memory with a tensor that is to be offloaded, in its place."""
-
-    def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
-        """Record nothing while FSDP gathers or frees parameters."""
-
+from ._masks import UNPACK, packed, takes
+from ._values import (
+    OpCall,
+    Operation,
+    Result,
+    TapeValues,
+    version_of,
+)
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs one call of an operator under a tape, and records it."""
@@ -108,18 +67,13 @@ MUCH_SMALLER = 32
 _is_grad_enabled = torch.is_grad_enabled
 
 
-class Recorder:
+class Recorder(Operation):
     """One operator under one policy.
 
     Attributes:
-        call: calls the operator.
         run: runs one call under a tape.
         answer: the policy's constant answer.
         asks: whether each call is counted, and the policy is called after it.
-        shares: whether its results share memory with its first argument.
-        flags: process-wide flags that choose its kernel.
-        positions: of arguments that may be tensors.
-        lists: positions of arguments that are lists of tensors.
         why: reason why its results are held although the policy does not keep them.
     """
 
@@ -128,21 +82,13 @@ class Recorder:
         "_short",
         "answer",
         "asks",
-        "call",
         "facts",
-        "flags",
         "is_aten",
-        "lists",
-        "op",
-        "positions",
         "run",
-        "shares",
         "why",
     )
 
     def __init__(self, op: Operator, policy: Policy) -> None:
-        self.op = op
-        self.call = boxed_call(op)
         self.facts: Facts = facts_of(op)
         self.answer: Constant = None if self.facts.bookkeeping else policy.constant(op)
         if self.facts.is_view and self.answer is not DEPENDS:
@@ -152,10 +98,10 @@ class Recorder:
         schema = getattr(op, "_schema", None)
         self.is_aten = schema is not None and op.namespace in ("aten", "prims")
         self._short = "" if schema is None else schema.name.partition("::")[2]
-        self.shares = self.facts.is_view or (self.is_aten and self._short in _UNSAFE_VIEWS)
         self._is_view = self.facts.is_view
-        self.flags = flags_of(self._short) if self.is_aten else None
-        self.positions, self.lists = _tensor_positions(schema)
+        shares = self._is_view or (self.is_aten and self._short in _UNSAFE_VIEWS)
+        flags = flags_of(self._short) if self.is_aten else None
+        super().__init__(op, boxed_call(op), *_tensor_positions(schema), shares, flags)
         self.run, self.why = self._kind(schema)
 
     @property
@@ -224,18 +170,18 @@ class Recorder:
 
     # Functions that run a call
 
-    def _held(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _held(self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks:
             tape.decide(self, out, args, kwargs)
         return out
 
-    def _range(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _range(self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs)
         tape.follow_range(self.op, args)
         return out
 
-    def _single(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _single(self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks and tape.decide(self, out, args, kwargs):
             return out
@@ -255,21 +201,17 @@ class Recorder:
             or self._is_view
             or not self._cuts(args, dtype)
         ):
-            value = self._recorded(tape, args, kwargs)
-            if version != UNVERSIONED:
-                seen = Known(out, tape.note_gone)
-                seen.key, seen.value, seen.version = id(out), value, version
-                tape.known[seen.key] = seen
+            tape.record(self, args, kwargs, out, version)
         return out
 
-    def _reduction(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _reduction(self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hold a result that is much smaller than its argument: it costs less than a replay."""
         out = self._single(tape, args, kwargs)
         if out.numel() * MUCH_SMALLER <= args[0].numel():
             tape.known.pop(id(out), None)
         return out
 
-    def _several(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _several(self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if self.asks and tape.decide(self, out, args, kwargs):
             return out
@@ -282,22 +224,24 @@ class Recorder:
             self._note_items(tape, args, kwargs, out)
         return out
 
-    def _stays_held(self, tape: RecordingTape, args: tuple[Any, ...], out: Any) -> bool:
+    def _stays_held(self, tape: TapeValues, args: tuple[Any, ...], out: Any) -> bool:
         """Whether a result that shares memory of a held tensor is held itself, if it is read.
 
         An unsafe view has a version counter of its own, which its base does not show.
         """
         if self._is_view:
             return not tape.records_views
-        tape.mark_like(args[0], out)
+        offloads = tape.offloads
+        if offloads is not None and offloads.is_marked(args[0]):  # offload it in place of its base
+            offloads.mark(tensors_in(out))
         return True
 
     def _note_items(
-        self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+        self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         if any(type(each) in (tuple, list) for each in out):
             return
-        call = self._recorded(tape, args, kwargs)
+        call = tape.call_of(self, args, kwargs)
         version = version_of(args[0]) if self._is_view else 0
         chosen = () if self._is_view else self._chosen(args, out)
         call.items = []
@@ -323,16 +267,14 @@ class Recorder:
         exact = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
         return [t.shape for t in exact if t.dim() and self._cuts(args, t.dtype)]
 
-    def _attention(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _attention(self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at, given = self.facts.dropout, kwargs.get("dropout_p", 0.0)
         assert at is not None
         if self.keeps or (args[at] if at < len(args) else given):
             return self._held(tape, args, kwargs)
         return self._several(tape, args, kwargs)
 
-    def _batch_norm(
-        self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _batch_norm(self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record batch norm without its running statistics, which forward updates once.
 
         A batch's own statistics are held: they are small, and backward reads them.
@@ -347,49 +289,48 @@ class Recorder:
             return out
         if _is_grad_enabled() and not self.keeps:
             before, after = args[: STATISTICS.start], args[STATISTICS.stop :]
-            call = self._recorded(tape, (*before, None, None, *after), kwargs)
+            call = tape.call_of(self, (*before, None, None, *after), kwargs)
             normalized = Result(call, 0)
             call.items = [ref(normalized), *[None] * (len(out) - 1)]
             tape.note(out[0], normalized, 0)
         return out
 
-    def _rnn(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _rnn(self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a fused RNN, also its workspace of integers, which backward reads."""
         out = self.call(*args, **kwargs)
         if self.asks and tape.decide(self, out, args, kwargs):
             return out
         if _is_grad_enabled() and not self.keeps:
-            call = self._recorded(tape, args, kwargs)
-            call.recorder = WithGradients(self)
+            call = tape.call_of(self, args, kwargs)
+            again = partial(_called_with_gradients, self.call)
+            call.recorder = Operation(
+                self.op, again, self.positions, self.lists, self.shares, self.flags
+            )
             items = [Result(call, at) for at in range(len(out))]
             call.items = [ref(item) for item in items]
             for item, each in zip(items, out, strict=True):
                 tape.note(each, item, 0)
         return out
 
-    def _mask(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _mask(self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._held(tape, args, kwargs)
         if _is_grad_enabled():
             mask = out if isinstance(out, torch.Tensor) else out[_MASKS[self._short]]
-            tape.note_mask(mask, 0)
+            _note_mask(tape, mask, 0)
         return out
 
-    def _drawn_mask(
-        self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _drawn_mask(self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._written(tape, args, kwargs)
         if _is_grad_enabled():
-            tape.note_mask(args[0], version_of(args[0]) + 1)
+            _note_mask(tape, args[0], version_of(args[0]) + 1)
         return out
 
-    def _collective(
-        self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _collective(self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that may write to any of its arguments."""
-        tape.before_write(tensors_among((*args, *kwargs.values())))
+        tape.before_write(tensors_in((args, kwargs)))
         return self._held(tape, args, kwargs)
 
-    def _written(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _written(self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unseen = self.facts.written_unseen(args, kwargs)
         tape.before_write(self.facts.written(args, kwargs), unseen)
         if unseen:  # such as the noise of rrelu, which its node saves first
@@ -397,7 +338,7 @@ class Recorder:
         return self._held(tape, args, kwargs)
 
     def _written_unseen(
-        self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a write without a result, and advance the version counters.
 
@@ -409,13 +350,13 @@ class Recorder:
         increment_version(written)
         return out
 
-    def _in_place(self, tape: RecordingTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _in_place(self, tape: TapeValues, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a write to a tensor that a call made, as a functional call on a copy of it."""
         target = args[0]
         known = tape.known_value(target) if _is_grad_enabled() else None
         if known is None or known.held is not None or not target.is_floating_point():
             return self._written(tape, args, kwargs)
-        call = self._recorded(tape, args, kwargs, copies=True)
+        call = tape.call_of(self, args, kwargs, copies=True)
         tape.before_write([target])
         out = self.call(*args, **kwargs) if kwargs else self.call(*args)
         if not (self.asks and tape.decide(self, out, args, kwargs)):
@@ -424,39 +365,6 @@ class Recorder:
 
     # Helpers
 
-    def _recorded(
-        self,
-        tape: RecordingTape,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        copies: bool = False,
-    ) -> OpCall:
-        inputs: list[Value] = []
-        values, count, known = list(args), len(args), tape.known
-        for at in self.positions:
-            if at >= count:
-                break
-            arg = args[at]
-            seen = known.get(id(arg))
-            if seen is not None and seen() is arg and seen.version == args[at]._version:
-                value = seen.value
-            elif isinstance(arg, torch.Tensor):
-                value = tape.hold(arg, version_of(arg))
-            else:
-                continue
-            values[at] = value
-            inputs.append(value)
-        for at in self.lists:
-            if at < count:
-                values[at] = _listed(tape, args[at], inputs)
-        named = None
-        if kwargs:
-            named = {name: _listed(tape, arg, inputs) for name, arg in kwargs.items()}
-        call = OpCall(self, values, named, inputs, copies)
-        if self.flags is not None:
-            call.states = self.flags.read()
-        return call
-
     def _is_called_by_library(self) -> bool:
         return not self.is_aten and is_called_by_library(4)
 
@@ -464,33 +372,24 @@ class Recorder:
         """Whether an integer result depends on floating-point values and so must be held."""
         if dtype is torch.bool:
             return False
-        return any(each.is_floating_point() for each in tensors_among(args))
+        return any(each.is_floating_point() for each in tensors_in(args))
 
 
-class WithGradients:
-    """An operator that returns what its backward needs only while gradients are on."""
-
-    __slots__ = ("call", "flags", "lists", "op", "positions", "shares")
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.call: Callable[..., Any] = partial(_called_with_gradients, recorder.call)
-        self.op, self.shares, self.flags = recorder.op, recorder.shares, recorder.flags
-        self.positions, self.lists = recorder.positions, recorder.lists
+def _note_mask(tape: TapeValues, mask: torch.Tensor, version: int) -> None:
+    """Hold a mask as bits."""
+    if not takes(mask):
+        return
+    with hidden_from_modes(mask):
+        bits = packed(mask)
+    tape.replaced(bits, mask)
+    held = tape.held(bits)
+    call = OpCall(UNPACK, [held, tuple(mask.shape), mask.stride(), mask.dtype], None, [held])
+    tape.note(mask, call, version)
 
 
 def _called_with_gradients(call: Callable[..., Any], *args: Any) -> Any:
     with torch.enable_grad():
         return call(*args)
-
-
-def _listed(tape: RecordingTape, arg: Any, inputs: list[Value]) -> Any:
-    if isinstance(arg, torch.Tensor):
-        value = tape.value_of(arg)
-        inputs.append(value)
-        return value
-    if isinstance(arg, (list, tuple)):
-        return [_listed(tape, each, inputs) for each in arg]
-    return arg
 
 
 @lru_cache(maxsize=4096)
