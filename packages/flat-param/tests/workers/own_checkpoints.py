@@ -417,25 +417,29 @@ def check_error_of_an_async_save(rank: int, world: int) -> None:
 
 def check_full_state(rank: int, world: int) -> None:
     """Whole and plain, on every rank or on the first; in another order of groups; and back."""
-    for boundary in ("element", "row", "tensor"):
+    cases: tuple[tuple[str, dict[str, bool]], ...] = (
+        ("element", {"rank0_only": True}),
+        ("row", {}),
+        ("tensor", {"rank0_only": True, "offload_to_cpu": True}),
+    )
+    for boundary, options in cases:
         model, optimizer = trained(3, boundary=boundary)
-        for options in ({}, {"rank0_only": True}, {"rank0_only": True, "offload_to_cpu": True}):
-            state = flat_param.full_state_dict(model, optimizer=optimizer, **options)
-            if not options or rank == 0:
-                same(full_values(state, model), truth(3))
-                assert {type(v) for v in full_values(state, model).values()} == {torch.Tensor}
-            else:
-                assert state == {"model": {}, "optim": {}}
-            other = sharded(9, boundary="row" if boundary == "element" else "element")
-            fresh = optimizer_of(other, flipped=True)
-            flat_param.load_full_state_dict(other, state, optimizer=fresh)
-            same(values_of(other, fresh), truth(3))
-            assert [group["lr"] for group in fresh.param_groups] == [0.02, 0.01]
-            train(other, fresh, 3, 5)
-            same(values_of(other, fresh), truth(5))
-            alone = flat_param.full_state_dict(model, **options)
-            assert list(alone) == ["model"]
-            flat_param.load_full_state_dict(sharded(9), alone)
+        state = flat_param.full_state_dict(model, optimizer=optimizer, **options)
+        if not options or rank == 0:
+            same(full_values(state, model), truth(3))
+            assert {type(v) for v in full_values(state, model).values()} == {torch.Tensor}
+        else:
+            assert state == {"model": {}, "optim": {}}
+        other = sharded(9, boundary="row" if boundary == "element" else "element")
+        fresh = optimizer_of(other, flipped=True)
+        flat_param.load_full_state_dict(other, state, optimizer=fresh)
+        same(values_of(other, fresh), truth(3))
+        assert [group["lr"] for group in fresh.param_groups] == [0.02, 0.01]
+        train(other, fresh, 3, 5)
+        same(values_of(other, fresh), truth(5))
+        alone = flat_param.full_state_dict(model, **options)
+        assert list(alone) == ["model"]
+        flat_param.load_full_state_dict(sharded(9), alone)
 
 
 def check_full_state_of_a_plain_model(rank: int, world: int) -> None:
