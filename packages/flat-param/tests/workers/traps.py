@@ -6,7 +6,6 @@ import copy
 import inspect
 import io
 import warnings
-from typing import Any
 
 import pytest
 import torch
