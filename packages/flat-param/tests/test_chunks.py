@@ -113,16 +113,6 @@ def test_a_cleared_chunk_has_no_gradient_until_a_backward(mlp):
     assert torch.equal(flat.as_vector(), before)
 
 
-def test_clearing_some_chunks_leaves_the_others(mlp):
-    """Two optimizers over parts of one segment do not clear each other's gradients."""
-    flat = flatten(mlp)
-    leaves = flat.chunks(36)
-    mlp(torch.ones(1, 5)).sum().backward()
-    torch.optim.SGD(leaves[:1]).zero_grad()
-    assert leaves[0].grad is None
-    assert leaves[1].grad.any()
-
-
 def test_chunk_grads_can_be_assigned(mlp):
     """A gradient given to a chunk is the parameters' gradient."""
     flat = flatten(mlp)

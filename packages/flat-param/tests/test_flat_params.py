@@ -68,13 +68,6 @@ def test_clip_matches_torch(mlp, max_norm, ord):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_norm_of_many_elements_is_accurate():
-    """Ten million squares in one float32 sum would be off by 3e-4."""
-    layer = nn.Linear(1 << 12, 1 << 10, bias=False)
-    true = layer.weight.detach().double().norm().float()
-    torch.testing.assert_close(flatten(layer).norm(), true, rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("ord", [0.0, 1.0, 2.0, float("inf"), -float("inf"), -1.0])
 @pytest.mark.parametrize("sizes", [(7, 3, 1), (0,), (5, 0), (1 << 18,), ((1 << 18) + 1, 6)])
 def test_norm_of_any_order_is_torchs(holder, sizes, ord):
@@ -100,15 +93,6 @@ def test_norm_of_complex_numbers_is_real(holder):
     """Beside real ones."""
     flat = flatten(holder(torch.full((1 << 18,), 3 + 4j), torch.ones(1)))
     assert (flat.norm(float("inf")).dtype, flat.norm(float("inf")).item()) == (torch.float32, 5.0)
-
-
-def test_the_largest_gradient_of_a_whole_number_of_blocks_is_clipped():
-    """A layer of 512 by 512 is clipped by its largest element, as torch clips it."""
-    layer = nn.Linear(512, 512, bias=False)
-    flat = flatten(layer)
-    layer(torch.ones(1, 512)).sum().backward()
-    assert flat.clip_(0.5, ord=float("inf")) == 1
-    assert layer.weight.grad.max() < 0.5001
 
 
 def test_a_frozen_module_has_no_norm(mlp):
