@@ -402,7 +402,7 @@ def slow(session: nox.Session) -> None:
 @nox.session(default=False)
 def integration(session: nox.Session) -> None:
     """Test the packages with other libraries and their models, as users do."""
-    install_parts(session, *PARTS)
+    install_parts(session, *PACKAGES)
     session.install(*constraint(), "pytest>=8", "pytest-timeout", *LIBRARIES)
     env = {"HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
     tests = session.posargs or ["tests/integration"]

@@ -12,7 +12,6 @@ from typing import Any
 import _parts
 import torch
 from _models import Case
-from _two_ranks import ranks
 
 LIMIT_S = 300
 JUDGES = {
@@ -20,14 +19,13 @@ JUDGES = {
     "names": _parts.names,
     "reports": _parts.reports,
     "trained": _parts.trained,
-    "ranks": ranks,
 }
 
 
 def outcome_of(part: _parts.Part, case: Case) -> dict[str, Any]:
-    larger = case if part.judge == "ranks" else _parts.enlarged(case)
     try:
-        return {"outcome": "equal", **JUDGES[part.judge](part, larger, *_parts.twins(case))}
+        judge = JUDGES[part.judge]
+        return {"outcome": "equal", **judge(part, _parts.enlarged(case), *_parts.twins(case))}
     except _parts.DiffersError as error:
         return error.told()
     except Exception as error:

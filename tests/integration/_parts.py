@@ -70,11 +70,6 @@ apply_activation_checkpointing(
 )
 """
 REPORTED = "\n".join(f"with {make.__name__}() as report: ..." for make in REPORTS.values())
-SHARDED = """
-for block in reversed(blocks):
-    fully_shard(block)
-fully_shard(model)
-"""
 TORCH_FULL = "apply_checkpoint(block)"
 TORCH_SELECTIVE = "apply_checkpoint(block, context_fn=selective(POLICY))"
 PLAIN = Part("plain", "torch", "", each_block=False)
@@ -94,7 +89,6 @@ PARTS = [
     Part("names", "mod-tracker", "with ModTracker() as tracker: ...", False, "names"),
     Part("reports", "mod-tracker", REPORTED, False, "reports"),
     Part("flatten", "flat-param", "flatten(model)", False, "trained"),
-    Part("two ranks", "flat-param", SHARDED.strip(), False, "ranks"),
 ]
 BY_NAME = {part.name: part for part in (PLAIN, *TORCH, *PARTS)}
 

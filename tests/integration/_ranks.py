@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
-import json
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from _cases import CASES
+
+from torchparts_conformance.ranks import Ranks
 
 WORKER = Path(__file__).with_name("_worker.py")
 WAYS = ("zero3", "zero2", "replicated")
@@ -45,8 +44,7 @@ LIBRARIES: list[Claim] = [
     ("peft_adapters", "dora"),
     ("save_pretrained",),
 ]
-CLAIMS = LAYERS + SHARDED_LAYERS + SHARDING + SAVING + LORA + TRACKED + ACCELERATE + LIGHTNING
-CLAIMS += LIBRARIES
+MODELS: list[Claim] = [("any_model", case.name) for case in CASES]
 worlds = pytest.mark.parametrize("world", [1, 2, 3])
 
 
@@ -55,64 +53,24 @@ def claims(wanted: list[Claim]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("claim", wanted, ids=["-".join(claim) for claim in wanted])
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@functools.cache
+def _ranks() -> Ranks:
+    ranks = Ranks("transformers", "flat_param", "sac_policies", "mod_tracker")
+    atexit.register(ranks.close)
+    return ranks
 
 
 @functools.cache
-def results_of(world: int, *jobs: Claim, timeout_s: int = 1200) -> list[dict[str, str]]:
-    """Run these claims on every rank; return each rank's results by claim.
-
-    A claim that ended a rank early has the result "", so earlier results are kept.
-    """
-    common = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "integration",  # as under torchrun, which Lightning checks
-    }
+def results_of(world: int, *jobs: Claim) -> list[dict[str, str]]:
+    """Run these claims on every rank; return each rank's results by claim."""
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / str(rank) for rank in range(world)]
-        ranks = []
-        for rank, file in enumerate(files):
-            with file.with_suffix(".log").open("w") as log:
-                started = subprocess.Popen(
-                    [sys.executable, str(WORKER), folder, *map("-".join, jobs)],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                )
-            ranks.append(started)
-        try:
-            for process in ranks:
-                process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pass  # finished results are in the ranks' files
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        found = []
-        for file in files:
-            lines = file.read_text().splitlines() if file.exists() else []
-            rest = file.with_suffix(".log").read_text()[-3000:]
-            found.append(dict(map(json.loads, lines)) | {"": rest})
-    return found
+        return _ranks()(world, f"{WORKER}::outcomes", folder, jobs, timeout_s=1200)
 
 
 def check(world: int, claim: Claim, among: list[Claim]) -> None:
     """Fail with a rank's result, unless the claim held on every rank."""
     for rank, found in enumerate(results_of(world, *among)):
-        outcome = found.get("-".join(claim))
-        if outcome is not None and outcome.startswith("skipped: "):
+        outcome = found["-".join(claim)]
+        if outcome.startswith("skipped: "):
             pytest.skip(outcome.removeprefix("skipped: "))
-        if outcome is None:
-            pytest.fail(f"rank {rank} did not come to {claim}:\n{found['']}")
         assert outcome == "held", f"rank {rank} of {world}, {claim}:\n{outcome}"

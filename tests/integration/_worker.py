@@ -1,11 +1,8 @@
-"""One rank: `_worker.py FOLDER [CLAIM ...]` runs claims of `_ranks.py`, as under torchrun."""
+"""Jobs of the ranks that `_ranks.py` starts, as under torchrun."""
 
 from __future__ import annotations
 
 import copy
-import json
-import os
-import sys
 import tempfile
 import traceback
 import warnings
@@ -20,8 +17,9 @@ from _cases import case_of
 from _checks import assert_same, tensors_of
 from _libraries import JOBS as LIBRARIES
 from _models import VOCABULARY
+from _parts import compare, enlarged
 from _pytest.outcomes import Skipped
-from _ranks import CLAIMS, Claim
+from _ranks import Claim
 from _ways import LAYERS, OVER, ddp, ours
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,9 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import flat_param
 from mod_tracker import profile_flops
 
-os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 warnings.simplefilter("ignore")
-torch.set_num_threads(1)
 STEPS = 3
 
 
@@ -126,6 +122,23 @@ def sharding(name: str, over: str) -> None:
         assert_near(found, right)
     for key, right in wanted.items():
         assert_near(state[key], right)
+
+
+def any_model(name: str) -> None:
+    """Sharded training of any model on its own inputs equals DDP: weights after some steps."""
+    case = case_of(name)
+    own = enlarged(case, shift=dist.get_rank())
+    plain = case.build()
+    model = OVER["zero3"](case, case.build())
+    reference = DistributedDataParallel(plain, find_unused_parameters=True)
+    for each in (reference, model):
+        optimizer = adam(each)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            own.loss(each).backward()
+            optimizer.step()
+    state = flat_param.full_state_dict(model)["model"]
+    compare((f"{name} in the end", state[name], p.detach()) for name, p in plain.named_parameters())
 
 
 def saving(name: str, folder: str) -> None:
@@ -224,7 +237,7 @@ def by_lightning(name: str) -> None:
 
 JOBS: dict[str, Callable[..., None]] = {
     job.__name__: job
-    for job in (layers, sharding, saving, lora, tracked, by_accelerate, by_lightning)
+    for job in (layers, sharding, any_model, saving, lora, tracked, by_accelerate, by_lightning)
 } | LIBRARIES
 
 
@@ -244,16 +257,11 @@ def outcome_of(claim: Claim, folder: Path) -> str:
     return "held"
 
 
-def main(folder: Path, *wanted: str) -> None:
-    """Run every claim, or the named ones, until a rank fails."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=90))
-    with (folder / str(dist.get_rank())).open("w") as file:
-        for claim in [c for c in CLAIMS if not wanted or "-".join(c) in wanted]:
-            outcome = outcome_of(claim, folder)
-            print(json.dumps(["-".join(claim), outcome]), file=file, flush=True)
-            dist.monitored_barrier(timeout=timedelta(seconds=120))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+def outcomes(rank: int, world_size: int, folder: str, wanted: list[Claim]) -> dict[str, str]:
+    """Run claims on this rank; return "held" or another outcome for each."""
+    found = {}
+    for claim in wanted:
+        print("-".join(claim), flush=True)  # printed with the error if a rank ends in it
+        found["-".join(claim)] = outcome_of(tuple(claim), Path(folder))
+        dist.monitored_barrier(timeout=timedelta(seconds=120))
+    return found

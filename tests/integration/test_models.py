@@ -25,21 +25,9 @@ each_model_torch_runs = pytest.mark.parametrize(
         for case in CASES
     ],
 )
-KNOWN = {
-    ("DiT", "two ranks"): "the model calls a module of a sharded block from outside of the block",
-}
 BOOKKEEPING = 1.06
 AVERAGES = ("num_batches_tracked", "running_mean", "running_var")
 NAMES = [part.name for part in (PLAIN, *TORCH, *PARTS) if part.judge == "step"]
-
-
-def cells() -> Iterator[object]:
-    """Return each model with each part; known failures must fail."""
-    for case in CASES:
-        for part in PARTS:
-            reason = KNOWN.get((case.name, part.name))
-            marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-            yield pytest.param(case, part, id=f"{case.name}-{part.name}", marks=marks)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,7 +42,8 @@ def table() -> Iterator[None]:
             print("  ".join([f"{case.name:14}", *words]))
 
 
-@pytest.mark.parametrize(("case", "part"), list(cells()))
+@each_model
+@pytest.mark.parametrize("part", PARTS, ids=[part.name for part in PARTS])
 def test_model_is_equal_through_a_part(case: Case, part: Part) -> None:
     """Loss, gradients, parameters and buffers are bit-identical to the plain model's."""
     need(case.library)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,17 +28,28 @@ from torchparts_conformance._claims import Claims, check_capabilities, unfit_tor
 from torchparts_conformance._collected import CaseResult, Collected, claimed, ordered
 from torchparts_conformance._errors import one_line
 from torchparts_conformance._failure import sentence
-from torchparts_conformance._ranks import shared_pool
-from torchparts_conformance._subject import Subject, freeze_imports
+from torchparts_conformance._subject import Subject, call_case_function, freeze_imports
 from torchparts_conformance._time_limit import time_limit
+from torchparts_conformance._worker import place_of
+from torchparts_conformance.ranks import Ranks
 from torchparts_conformance.requirements._areas import area_of_path
 from torchparts_conformance.requirements._cases import load_registry
 from torchparts_conformance.requirements._requirement import Requirement
 
 CASE_LIMIT_S = 300.0
+# Ranks time out before their case does, so that the case can name the late one.
+_RANKS_SHARE = 0.75
 _NOT_ASKED = ("not_claimed", "not_provided", "no_device")
 _PYTEST_INTERNAL_ERROR = 3
 _PYTEST_USAGE_ERROR = 4
+
+
+@functools.cache
+def shared_ranks(*modules: str) -> Ranks:
+    """Return what starts ranks; it ends with this process."""
+    ranks = Ranks(*modules)
+    atexit.register(ranks.close)
+    return ranks
 
 
 @dataclass(frozen=True)
@@ -74,7 +87,6 @@ class Run:
         self.registry: Mapping[str, Requirement] = load_registry()
         self.cases = Collected(self.registry)
         self.known = _known_failures.load(settings.known_failures)
-        self.pool = shared_pool()
         self.compared: tuple[str, str, str, str] | None = None
         self.report: dict[str, Any] | None = None
         self._is_ready = False
@@ -129,7 +141,17 @@ class Run:
         is_first = self.settings.share is None or self.settings.share.name == "0"
         uses_ranks = (e for i in items if (e := self.cases.find(i)) and e.uses_ranks)
         if is_first and any(not self._why_not(entry)[0] for entry in uses_ranks):
-            self.pool.start(2)
+            shared_ranks(*self.subject.modules()).start()
+
+    def on_ranks(
+        self, area: str, world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float
+    ) -> list[Any]:
+        """Call `function(part, rank, world_size, *args)` on each rank; return results by rank."""
+        subject = self.subject.spec, self.subject.mutant
+        given = (subject, area, place_of(function), *args)
+        limit_s = min(timeout_s, _RANKS_SHARE * self.settings.case_limit_s)
+        ranks = shared_ranks(*self.subject.modules())
+        return ranks(world_size, call_case_function, *given, timeout_s=limit_s)
 
     def claimed(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
         """Return the items that this process runs, if other processes run the rest."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchparts_conformance import _adapters
 from torchparts_conformance._implementation import Implementation
+from torchparts_conformance._worker import find_function
 from torchparts_conformance.mutants import load_mutant
 
 
@@ -17,7 +18,7 @@ from torchparts_conformance.mutants import load_mutant
 class Subject:
     """An implementation by its `--impl` text, and the fault (`file.py::name`) in it.
 
-    Worker processes get both strings, so that every rank builds the same subject.
+    Ranks get both strings, so that every rank builds the same subject.
     """
 
     spec: str
@@ -35,6 +36,25 @@ class Subject:
             return part
         mutant = load_mutant(self.mutant)
         return mutant.apply(part) if mutant.area == area else part
+
+    def modules(self) -> list[str]:
+        """Return the modules of the adapter and of its parts, as far as they are known by name."""
+        adapter = _adapters.adapter_path(self.spec).partition(":")[0]
+        parts = (part for part in self.implementation.parts.values() if isinstance(part, str))
+        return [adapter, *(part.partition(":")[0] for part in parts)]
+
+
+def call_case_function(
+    rank: int,
+    world_size: int,
+    subject: tuple[str, str | None],
+    area: str,
+    function: tuple[str, str, str],
+    *args: Any,
+) -> Any:
+    """Call `function(part, rank, world_size, *args)` of a case on one rank."""
+    part = Subject(*subject).part(area)
+    return find_function(*function)(part, rank, world_size, *args)
 
 
 _frozen_modules = 0

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import importlib.util
 import json
 import os
 import queue
@@ -14,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,12 +26,21 @@ SHOWN_CHARACTERS = 1500
 class Worker:
     """One process, the queue of its answers, and the log file of its output."""
 
-    def __init__(self, module: str, *, log: Path, leads: bool = False) -> None:
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        log: Path,
+        options: Sequence[str] = (),
+        leads: bool = False,
+    ) -> None:
         """Start `python -m module`, which calls `serve`, without waiting for it.
 
         Args:
             module: module that calls `serve`.
+            arguments: of the module.
             log: file for its output.
+            options: of the interpreter.
             leads: whether it may start processes itself, which end with it.
         """
         self.answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -38,7 +49,7 @@ class Worker:
         self._leads = leads and hasattr(os, "killpg")
         with log.open("w", encoding="utf-8") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module],
+                [sys.executable, *options, "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -118,3 +129,31 @@ def environment() -> dict[str, str]:
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     own = {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return {**loopback, **kept, **own}
+
+
+def place_of(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """Return module, file and name of a function, for `find_function` in another process."""
+    if "<locals>" in function.__qualname__:
+        raise ValueError(
+            f"ranks: {function.__qualname__} is a local function, which other processes cannot "
+            "import. Move it to the level of its module."
+        )
+    module, file = function.__module__, str(Path(function.__code__.co_filename).resolve())
+    # In the other process, `__main__` is another file.
+    return "" if module == "__main__" else module, file, function.__name__
+
+
+def find_function(module: str, file: str, name: str) -> Any:
+    """Import a function by module name, or from its file if it is in no package."""
+    if module and module not in sys.modules:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(module)
+    if module not in sys.modules:
+        module = module or Path(file).stem
+        sys.path.insert(0, str(Path(file).parent))
+        specification = importlib.util.spec_from_file_location(module, file)
+        assert specification is not None
+        assert specification.loader is not None
+        sys.modules[module] = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(sys.modules[module])
+    return getattr(sys.modules[module], name)

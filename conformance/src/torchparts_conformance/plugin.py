@@ -21,8 +21,6 @@ from torchparts_conformance._run import Run
 from torchparts_conformance.requirements._areas import area_of_path
 
 RANK_TIMEOUT_S = 90.0
-# Ranks time out before their case does, so that the case can name the late one.
-_RANKS_SHARE = 0.75
 _RUN = pytest.StashKey[Run]()
 
 
@@ -206,8 +204,7 @@ def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     ) -> list[Any]:
         """Call `function(part, rank, world_size, *args)` on each rank; return results by rank."""
         __tracebackhide__ = True
-        limit_s = min(timeout_s, _RANKS_SHARE * run.settings.case_limit_s)
-        return run.pool.run(run.subject, area, world_size, function, args, timeout_s=limit_s)
+        return run.on_ranks(area, world_size, function, *args, timeout_s=timeout_s)
 
     return run_on_ranks
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -21,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from sac_policies import checkpoint, recompute_all
 from sac_policies._torch_compat import saved_tensor_hooks
 from sac_policies.policies._unmatched import uses
+from torchparts_conformance.ranks import Ranks
 
 
 @pytest.fixture(autouse=True)
@@ -145,59 +143,26 @@ def equal() -> Callable[..., bool]:
     return same
 
 
-_RANK = """
-import json, sys
-import torch
-import torch.distributed as dist
-
-torch.set_num_threads(1)
-rank, size, store, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-results = {}
-for name, source in json.load(open(sys.argv[5])).items():
-    found = results[name] = {}
-    given = {"torch": torch, "dist": dist, "rank": rank, "size": size, "found": found}
-    exec(compile(source, name, "exec"), given)
-open(out, "w").write(json.dumps(results))
-dist.destroy_process_group()
-"""
+def run_workers(rank: int, size: int, sources: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Run each module's `WORKER` on one rank; return what it put into `found`."""
+    results: dict[str, dict[str, Any]] = {}
+    for name, source in sources.items():
+        found = results[name] = {}
+        given = {"torch": torch, "dist": dist, "rank": rank, "size": size, "found": found}
+        exec(compile(source, name, "exec"), given)
+    return results
 
 
 @pytest.fixture(scope="session")
-def _all_ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
+def _all_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Results by rank and module; one launch runs the workers of all selected modules."""
     items = [each for each in request.session.items if "ranks" in each.fixturenames]  # type: ignore[attr-defined]
     sources = {each.module.__name__: each.module.WORKER for each in items}  # type: ignore[attr-defined]
-    return _run_ranks(sources, tmp_path_factory.mktemp("ranks"))
+    with contextlib.closing(Ranks("sac_policies", options=["-W", "error"])) as ranks:
+        return ranks(2, f"{__file__}::run_workers", sources, timeout_s=180)
 
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, _all_ranks: list[dict[str, Any]]) -> list[Any]:
     """Results of two processes by rank: each runs the module's `WORKER`, which fills `found`."""
     return [each[request.module.__name__] for each in _all_ranks]
-
-
-def _run_ranks(sources: dict[str, str], folder: Path) -> list[Any]:
-    script, workers = folder / "worker.py", folder / "workers.json"
-    script.write_text(_RANK)
-    workers.write_text(json.dumps(sources))
-    outs = [folder / f"{rank}.json" for rank in range(2)]
-    command = [sys.executable, "-W", "error", str(script)]
-    running = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(folder / "store"), str(out), str(workers)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, out in enumerate(outs)
-    ]
-    try:
-        errors = [process.communicate(timeout=180)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert all(out.exists() for out in outs), errors
-    return [json.loads(out.read_text()) for out in outs]

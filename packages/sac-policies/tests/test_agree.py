@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from sac_policies.budget._agree import check_equal, from_first_rank, largest
-
 WORKER = """
 from torch import nn
 from sac_policies import BudgetError, fit_
@@ -67,10 +65,3 @@ def test_values_are_exchanged(ranks: list[dict[str, Any]]) -> None:
 def test_gloo_exchanges_on_the_cpu(ranks: list[dict[str, Any]]) -> None:
     """A gloo group of CPUs exchanges on the CPU even if the machine has an accelerator."""
     assert [rank["beside an accelerator"] for rank in ranks] == [1, 1]
-
-
-def test_one_process_agrees_with_itself() -> None:
-    """Without a process group, no collective is called."""
-    assert largest(3) == 3
-    assert from_first_rank("plan") == "plan"
-    check_equal("digest", what="block")

@@ -85,8 +85,6 @@ KEEP = sac_policies.save_ops("aten.addmm")
         ),
         (lambda m: torch_checkpoint(m, X, use_reentrant=False, context_fn=KEEP), "context_fn=sac"),
         (lambda m: sac_policies.save_ops(["aten.mm"]), r"save_ops\(\*entries\)"),
-        (lambda m: sac_policies.save_ops(torch.mm), r"Did you mean 'aten\.mm'"),
-        (lambda m: sac_policies.save_ops("mm"), r"Did you mean 'aten\.mm'"),
         (lambda m: sac_policies.save_modules(m), "Write for example 'attn'"),
         (lambda m: sac_policies.save_modules(["attn"]), r"save_modules\(\*names\)"),
     ],

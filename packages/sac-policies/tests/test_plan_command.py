@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from sac_policies.__main__ import main
-from sac_policies._errors import BudgetError
 from sac_policies.budget._checkpointed import Checkpointed
 from sac_policies.budget._measure import storage_bytes
 from sac_policies.plan import _alike
 from sac_policies.plan._alike import Blocks
 from sac_policies.plan._devices import DEVICES, Device, device_named
-from sac_policies.plan._model import parse_tokens
 from sac_policies.plan._plan import _POLICIES, HIDDEN, OFFLOADED, PLAIN, estimate
 
 from ._fitted import peak_growth
@@ -36,7 +34,7 @@ def no_workspace(name: str = "H100") -> Device:
 
 def measured_peak(level: str) -> int:
     """Peak bytes of a step on the CPU, from the allocator."""
-    model, tokens = build()
+    model, tokens = build((2, 256))
     for block in model.blocks if level != PLAIN else ():
         Checkpointed(block, policy=_POLICIES[level]).put()
 
@@ -53,7 +51,7 @@ def measured_peak(level: str) -> int:
 
 def test_predicted_peaks_are_the_measured_ones() -> None:
     """Estimates on fake tensors are within 2 % of the allocator's peak on the CPU."""
-    found = estimate(SUBJECT, no_workspace(), (4, 512), optimizer="none", dtype=torch.float32)
+    found = estimate(SUBJECT, no_workspace(), (2, 256), optimizer="none", dtype=torch.float32)
     for level in (PLAIN, *_POLICIES):
         predicted = found.uniform[level].peak_bytes
         assert predicted == pytest.approx(measured_peak(level), rel=0.02), level
@@ -139,6 +137,7 @@ def test_state_of_the_optimizer_is_counted() -> None:
     assert trained.plain.peak_bytes - plain.plain.peak_bytes == trained.optimizer_bytes
 
 
+@pytest.mark.nightly
 def test_recommended_mixture_fits_and_is_faster_than_checkpointing_all() -> None:
     """Between the peaks of two levels, blocks are divided between both levels."""
     everything = estimate(SUBJECT, no_workspace(), (4, 4096)).uniform
@@ -179,6 +178,7 @@ def test_command_says_what_would_help(capsys: Any) -> None:
     [
         (["--device", "H1000"], "Did you mean 'H100'"),
         (["--tokens", "many"], "tokens 'many' do not parse"),
+        (["--tokens", "0"], "tokens '0' do not parse"),
         (["--memory", "much"], "size 'much' does not parse"),
     ],
 )
@@ -200,14 +200,6 @@ def test_wrong_models_are_named(model: str, said: str, capsys: Any) -> None:
     """The message says which attribute is missing or which object was returned."""
     assert main(["plan", model, "--device", "H100"]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_tokens_are_read() -> None:
-    """Sequences come first; k means 1,024."""
-    assert parse_tokens("32k") == (1, 32768)
-    assert parse_tokens("4x2048") == (4, 2048)
-    with pytest.raises(BudgetError, match="do not parse"):
-        parse_tokens("0")
 
 
 def test_devices_have_sound_numbers() -> None:

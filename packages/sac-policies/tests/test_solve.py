@@ -12,9 +12,6 @@ import torch.nn.functional as F
 
 from sac_policies import checkpoint, profile, solve
 from sac_policies.budget import BudgetPlan, Trace, TracedOp, TracedPack
-from sac_policies.policies import Decision
-
-OFFLOAD = Decision.OFFLOAD
 
 
 def random_trace(seed: int, n: int = 20, held: float = 0.2) -> Trace:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -105,27 +106,32 @@ def call_replaced(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]
 
 @contextmanager
 def around_calls(
-    module: nn.Module, begin: Callable[[Any, Any], None], end: Callable[[Any], None]
+    modules: Iterable[nn.Module],
+    begin: Callable[[int, Callable[..., Any], Any, Any], object],
+    end: Callable[[int, Any], object] = lambda *_: None,
 ) -> Iterator[None]:
-    """Run functions at each call of a module, outside of compiled code.
+    """Run functions at each call of some modules, outside of compiled code.
 
     Hooks would become part of compiled code, and direct calls of `forward` skip them.
 
     Args:
-        module: the module.
-        begin: called with the positional and keyword arguments before a call.
-        end: called with the result, or None if the call raised.
+        modules: the modules.
+        begin: called before a call, with the module's position, the function that runs, and its
+            positional and keyword arguments.
+        end: called with the module's position and the result, or None if the call raised.
     """
-    inner = getattr(module, called_at(module))
 
-    def outer(*args: Any, **kwargs: Any) -> Any:
-        begin(args, kwargs)
+    def outer(number: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin(number, inner, args, kwargs)
         out = None
         try:
             out = inner(*args, **kwargs)
         finally:
-            end(out)
+            end(number, out)
         return out
 
-    with call_replaced(module, outer):
+    with ExitStack() as stack:
+        for number, module in enumerate(modules):
+            call = partial(outer, number, getattr(module, called_at(module)))
+            stack.enter_context(call_replaced(module, call))
         yield

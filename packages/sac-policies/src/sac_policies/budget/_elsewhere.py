@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,15 +35,13 @@ _CKPT_WRAPS = "_ckpt_wrap"
 def recomputed_in(model: nn.Module) -> Iterator[dict[nn.Module, None]]:
     """Yield the modules below a model that are called in backward while the context is open."""
     found: dict[nn.Module, None] = {}
+    modules = list(_called_from_python(model))
 
-    def begin(module: nn.Module, *_: Any) -> None:
+    def begin(number: int, *_: Any) -> None:
         if backward_id() >= 0:
-            found[module] = None
+            found[modules[number]] = None
 
-    with ExitStack() as stack:
-        for module in _called_from_python(model):
-            around = around_calls(module, partial(begin, module), lambda _: None)
-            stack.enter_context(around)
+    with around_calls(modules, begin):
         yield found
 
 

@@ -11,9 +11,7 @@ maximum of each number over ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -259,23 +257,31 @@ class _Search:
     ) -> None:
         self._model, self._step, self._division = model, step, division
         self._progress = progress or Progress(quiet=True)
-        regions = division.regions
+        self._regions, self._idle = list[Candidate](), list[Candidate]()
+        count = RECOMPUTES + 1 if step.device.type == "cpu" else len(LEVELS)
+        self._usable = list(range(count))
+        self._rounds: list[tuple[int, int]] = []
+        self._tried: dict[int, list[str]] = {}
+
+    def find(self) -> None:
+        """Run a step that finds the blocks that it calls, and their operators. Collective.
+
+        Raises:
+            BudgetError: a block is inside of compiled code, ranks have other blocks, or the user's
+                step calls none.
+        """
+        model, step, regions = self._model, self._step, self._division.regions
         check_compiled(model, regions)
-        division.put()
-        try:
-            with (
-                self._progress.step("which finds blocks"),
-                Operators(regions) as operators,
-                recomputed_in(model) as recomputed,
-            ):
-                step.run()
-        except BaseException:
-            division.undo()
-            raise
+        self._division.put()
+        with (
+            self._progress.step("which finds blocks"),
+            Operators(regions) as operators,
+            recomputed_in(model) as recomputed,
+        ):
+            step.run()
         self._elsewhere = said_of(model, regions, recomputed)
         self._cause = self._elsewhere or _why_little(model, regions, operators)
         if step.is_users and not operators.of:
-            division.undo()
             raise BudgetError(
                 f"sac_policies.fit_: step called none of the model's {len(regions)} blocks "
                 f"({regions[0][0] or 'the model'}, ...), but these are checkpointed. Call the "
@@ -290,10 +296,6 @@ class _Search:
             if path not in operators.of
         ]
         check_equal(repr(ran), what="block")
-        count = RECOMPUTES + 1 if step.device.type == "cpu" else len(LEVELS)
-        self._usable = list(range(count))
-        self._rounds: list[tuple[int, int]] = []
-        self._tried: dict[int, list[str]] = {}
 
     @property
     def _levels(self) -> int:
@@ -302,6 +304,7 @@ class _Search:
 
     def run(self, limit: Limit) -> InPlaceFit | Infeasible:
         """Measure each level, choose a mixture, and measure it."""
+        self.find()
         count = len(self._regions)
         intervals = [self._intervals(0)]
         peaks = [self._peak(intervals[0])]
@@ -360,24 +363,19 @@ class _Search:
 
     def _hide_copies(self) -> None:
         """Choose for each kind of block the values whose copies its forward hides. Collective."""
-        kinds = [kind_of(each.module) for each in self._regions]
-        first = [kinds.index(kind) for kind in kinds]
-        found: dict[int, Hidden] = {}
+        regions = [each for each in self._regions if not each.is_compiled]
+        found: dict[type[nn.Module], Hidden] = {}
 
         def begin(number: int, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
-            if number not in found:
-                found[number] = hidden_by(call, args, kwargs, self._step.device)
+            kind = kind_of(regions[number].module)
+            if kind not in found:
+                found[kind] = hidden_by(call, args, kwargs, self._step.device)
 
-        with ExitStack() as stack:
-            for number in dict.fromkeys(first):
-                module = self._regions[number].module
-                if not self._regions[number].is_compiled:
-                    call = partial(begin, number, module.forward)
-                    stack.enter_context(around_calls(module, call, lambda _: None))
+        with around_calls([each.module for each in regions], begin):
             self._step.run()
-        found = from_first_rank(found)
-        for at, number in enumerate(first):
-            plan, size = found.get(number, (None, 0))
+        kinds = [kind_of(each.module) for each in self._regions]
+        chosen = from_first_rank([found.get(kind, (None, 0)) for kind in kinds])
+        for at, (plan, size) in enumerate(chosen):
             self._regions[at] = replace(self._regions[at], hidden=plan, hidden_bytes=size)
 
     def _learn(self) -> None:
@@ -450,13 +448,26 @@ class _Search:
 
     def put(self, choice: Sequence[int]) -> tuple[RegionFit, ...]:
         """Put each region on its level, given by its position among the usable ones."""
-        warns = not self._elsewhere  # else the result says so
         for region, level in zip(self._idle, self._idle_levels(choice), strict=True):
-            _put(region, level, warns)
+            self._put(region, level)
         return tuple(
-            _put(region, self._usable[at], warns)
+            self._put(region, self._usable[at])
             for region, at in zip(self._regions, choice, strict=True)
         )
+
+    def _put(self, region: Candidate, level: int) -> RegionFit:
+        does = region.at(level)
+        release(region.module)
+        if does.policy is None:
+            return does
+        if region.is_compiled:
+            Tagged(region.module, policy=does.policy).put()
+        else:
+            lag_bytes = region.hidden_bytes if level == HIDDEN_AWAY else 0
+            checkpointed = Checkpointed(region.module, policy=does.policy, lag_bytes=lag_bytes)
+            checkpointed.has_warned = bool(self._elsewhere)  # the result says so
+            checkpointed.put()
+        return does
 
     def _idle_levels(self, choice: Sequence[int]) -> list[int]:
         """Return for each idle block the level that keeps least among blocks of its class."""
@@ -479,21 +490,6 @@ def _why_little(
         kind = type(model).__name__
         return f"{kind} has no modules that repeat and have parts, so it is one block as a whole"
     return ""
-
-
-def _put(region: Candidate, level: int, warns: bool) -> RegionFit:
-    does = region.at(level)
-    release(region.module)
-    if does.policy is None:
-        return does
-    if region.is_compiled:
-        Tagged(region.module, policy=does.policy).put()
-    else:
-        lag_bytes = region.hidden_bytes if level == HIDDEN_AWAY else 0
-        checkpointed = Checkpointed(region.module, policy=does.policy, lag_bytes=lag_bytes)
-        checkpointed.has_warned = not warns
-        checkpointed.put()
-    return does
 
 
 def _candidate(path: str, module: nn.Module, operators: Iterable[Any]) -> Candidate:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -72,13 +70,12 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
 def called_again(model: nn.Module, run: Callable[[], object]) -> tuple[tuple[str, nn.Module], ...]:
     """Return the outermost modules with children that one step calls more than once, by path."""
     calls: Counter[nn.Module] = Counter()
+    blocks = list(filter(_is_block, model.modules()))
 
-    def count(module: nn.Module, *_: Any) -> None:
-        calls[module] += 1
+    def count(number: int, *_: Any) -> None:
+        calls[blocks[number]] += 1
 
-    with ExitStack() as stack:
-        for module in filter(_is_block, model.modules()):
-            stack.enter_context(around_calls(module, partial(count, module), _nothing))
+    with around_calls(blocks, count):
         run()
     return tuple(_outermost("", model, lambda module: calls[module] > 1))
 
@@ -97,10 +94,6 @@ def check_compiled(model: nn.Module, regions: Sequence[tuple[str, nn.Module]]) -
                     "as a whole, but blocks are checkpointed one by one, where Python calls them. "
                     "Compile it after fit_, or compile each of its blocks instead: block.compile()."
                 )
-
-
-def _nothing(*_: Any) -> None:
-    pass
 
 
 def _outermost(
@@ -146,25 +139,23 @@ class Operators(WatchingMode):
         super().__init__()
         self.of: dict[str, dict[Any, None]] = {}
         self._inside: list[str] = []
-        self._regions = regions
+        self._paths = [path for path, _ in regions]
+        self._around = around_calls([module for _, module in regions], self._begin, self._end)
 
     def __enter__(self) -> Operators:
-        self._around = ExitStack()
-        for path, module in self._regions:
-            begin = partial(self._begin, path)
-            self._around.enter_context(around_calls(module, begin, self._end))
+        self._around.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._around.close()
+        self._around.__exit__(*error)
 
-    def _begin(self, path: str, *_: Any) -> None:
-        self.of.setdefault(path, {})
-        self._inside.append(path)
+    def _begin(self, number: int, *_: Any) -> None:
+        self.of.setdefault(self._paths[number], {})
+        self._inside.append(self._paths[number])
 
-    def _end(self, _: Any) -> None:
+    def _end(self, *_: Any) -> None:
         self._inside.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,9 +12,7 @@ replaced.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, islice
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -359,17 +357,14 @@ def _measured(model: nn.Module, tree: _Tree, step: Step) -> _Sizes:
     division = tree.leaf_by_leaf()
     inputs = [0] * len(tree.leaves)
 
-    def note(number: int, args: Any, kwargs: Any) -> None:
+    def note(number: int, _: object, args: Any, kwargs: Any) -> None:
         size = storage_bytes(tensors_in((args, kwargs)), device=step.device)
         inputs[number] = max(inputs[number], size)
 
     division.put()
+    modules, marks = [module for _, module in division.regions], Marks(step.device)
     try:
-        with ExitStack() as stack:
-            for number, (_, module) in enumerate(division.regions):
-                stack.enter_context(around_calls(module, partial(note, number), _nothing))
-            marks = Marks(step.device)
-            stack.enter_context(marked([module for _, module in division.regions], marks))
+        with around_calls(modules, note), marked(modules, marks):
             found = step.intervals(marks)
     finally:
         division.undo()
@@ -411,7 +406,3 @@ def _within(runs: Sequence[_Run], sizes: _Sizes, limit: int) -> list[_Run]:
 
 def _below(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _nothing(*_: Any) -> None:
-    pass

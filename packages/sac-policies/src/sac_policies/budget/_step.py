@@ -23,7 +23,7 @@ from ..trials._functions import named_by
 from ..trials._objects import Objects
 from ..trials._rollback import Rollback
 from ._agree import check_equal, largest, largest_each
-from ._measure import Interval, Marks, Moved, free_bytes, highest, storage_bytes
+from ._measure import Interval, Marks, Moved, free_bytes, highest, storage_bytes, tail_of
 from ._optimizer import check_optimizer, existing_bytes, state_bytes
 from ._sizes import Budget, budget_bytes
 
@@ -173,7 +173,7 @@ class Step:
     ) -> None:
         self.model, self._optimizer, self._reset = model, optimizer, reset
         self.is_users = step is not None
-        self._function = _from_loss(loss) if step is None else step
+        self._function = step or (lambda model, batch: loss_of(model, batch, loss).backward())
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if optimizer is not None:
             check_optimizer(optimizer, self.device)
@@ -270,7 +270,8 @@ class Step:
             Interval(key, grown, most, None, Moved(*moved), ns)
             for key, grown, most, ns, *moved in zip(keys, *[numbers] * len(rows[0]), strict=True)
         ]
-        at = _before_backward(keys)
+        tail = tail_of(keys)
+        at = keys.index(BACKWARD) - 1 if tail is None else keys.index(tail)
         freed = own[at].freed
         if freed is not None:
             sizes = largest_each([freed.get(number, 0) for number in range(at)])
@@ -329,50 +330,45 @@ class Step:
             torch.autograd.grad(none * 1.0, none, grad_outputs=none.detach())
 
 
-def _from_loss(loss: Loss | None) -> UsersStep:
-    """Make a step of a call of the model, a loss, and its backward."""
-    loss_of = _default_loss if loss is None else loss
+def loss_of(model: nn.Module, batch: Any, loss: Loss | None = None) -> torch.Tensor:
+    """Call a model on a batch; return its loss.
 
-    def step(model: nn.Module, batch: Any) -> None:
-        args = batch if isinstance(batch, tuple) else ()
-        kwargs = dict(batch) if isinstance(batch, Mapping) else {}
-        if not isinstance(batch, (tuple, Mapping)):
-            args = (batch,)
-        try:
-            out = model(*args, **kwargs)
-        except (TypeError, AttributeError) as error:
-            if isinstance(batch, list):
-                raise BudgetError(
-                    f"sac_policies.fit_: the model raised {type(error).__name__} ({error}) for "
-                    "batch, a list, which is passed to it as one argument. Pass a tuple of "
-                    "arguments, or a dict of keyword arguments."
-                ) from error
-            raise
-        value = loss_of(out)
-        del out  # backward frees what the loss does not read
-        value.backward()
+    Args:
+        model: the model.
+        batch: as for `Step`.
+        loss: from its output to a scalar; by default its own loss or scalar, else the sum of its
+            tensors.
 
-    return step
-
-
-def _default_loss(out: Any) -> torch.Tensor:
-    own = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    Raises:
+        BudgetError: the batch is a list that the model does not take, or no tensor of the output
+            needs a gradient.
+    """
+    try:
+        if isinstance(batch, Mapping):
+            out = model(**batch)
+        else:
+            out = model(*batch) if isinstance(batch, tuple) else model(batch)
+    except (TypeError, AttributeError) as error:
+        if isinstance(batch, list):
+            raise BudgetError(
+                f"sac_policies.fit_: the model raised {type(error).__name__} ({error}) for "
+                "batch, a list, which is passed to it as one argument. Pass a tuple of "
+                "arguments, or a dict of keyword arguments."
+            ) from error
+        raise
+    if loss is not None:
+        return loss(out)
+    own = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
     if isinstance(own, torch.Tensor) and own.requires_grad and own.numel() == 1:
         return own
     tensors = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
     if not tensors:
         raise BudgetError(
             "sac_policies.fit_: the model's output has no tensor that needs a "
-            "gradient, but a step ends in backward. Pass loss=, from the output to a scalar, or "
-            "step=, a function that runs forward and backward."
+            "gradient, but a step ends in backward. Pass loss=, from the output to a scalar (a "
+            "plan takes it as a third value), or step=, a function that runs forward and backward."
         )
     return torch.stack([tensor.sum().float() for tensor in tensors]).sum()
-
-
-def _before_backward(keys: list[Any]) -> int:
-    """Return the position of the interval in which the last forward of a region has ended."""
-    ends = [at for at, key in enumerate(keys) if isinstance(key, tuple) and key[-1] is None]
-    return ends[-1] if ends else keys.index(BACKWARD) - 1
 
 
 def _check_trainers(seen: list[Any]) -> None:

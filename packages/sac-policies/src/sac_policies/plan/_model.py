@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from .._errors import BudgetError, shown
-from .._tensors import tensors_in
 from .._torch_compat import no_fake_mode, tree_map_tensors
+from ..budget._step import loss_of
 
 Batch = tuple[int, int]
 """Sequences, and tokens of each."""
@@ -95,13 +95,8 @@ def build(source: str, batch: Batch, dtype: torch.dtype) -> Subject:
             "and a batch, and a function from the output to a loss if the output has none."
         )
     model, given, *loss = made
-    args = given if isinstance(given, tuple) else () if isinstance(given, dict) else (given,)
-    kwargs = given if isinstance(given, dict) else {}
-
-    def loss_of() -> torch.Tensor:
-        return _loss(model(*args, **kwargs), *loss)
-
-    return Subject(type(model).__name__, model.train(), given, loss_of)
+    run = partial(loss_of, model.train(), given, *loss)
+    return Subject(type(model).__name__, model, given, run)
 
 
 def _made(source: str, batch: Batch, dtype: torch.dtype) -> Any:
@@ -193,18 +188,3 @@ def _register_attention(transformers: Any) -> None:
     sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
     transformers.AttentionInterface.register(_ATTENTION, sdpa.sdpa_attention_forward)
     transformers.AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
-
-
-def _loss(out: Any, function: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
-    if function is not None:
-        return function(out)
-    own = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
-    if isinstance(own, torch.Tensor):
-        return own
-    tensors = [each for each in tensors_in(out) if each.requires_grad]
-    if not tensors:
-        raise BudgetError(
-            "sac_policies plan: the model's output has no tensor that needs a gradient. Return a "
-            "third value: a function from the output to a scalar."
-        )
-    return tensors[0] if math.prod(tensors[0].shape) == 1 else tensors[0].sum()
