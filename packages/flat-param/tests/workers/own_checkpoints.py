@@ -157,7 +157,7 @@ def check_damage_is_an_error_and_changes_nothing(rank: int, world: int) -> None:
         ("checksum", flip(first, 0.02)),
         ("cut short", tail(file)),
         ("cut short", file.unlink),
-        ("checksum", flip(metadata, 0.5)),
+        ("their checksum differs", flip(metadata, 0.5)),
         ("damaged", flip(metadata, 0.999)),
         (
             "damaged",
