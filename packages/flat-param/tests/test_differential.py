@@ -79,6 +79,8 @@ def test_layout_metadata_and_shards_are_torchs(block):
         got.shard()
         assert got.shard_metadata() == expected.shard_metadata()
         assert got.flat_param.shape == expected.flat_param.shape
+        padded = got.flat_param._shard_numel_padded
+        assert not got.flat_param[got.flat_param.numel() - padded :].any()
         assert tuple(got.flat_param._shard_param_infos) == tuple(
             map(tuple, expected.flat_param._shard_param_infos)
         )

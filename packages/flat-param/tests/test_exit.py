@@ -1,4 +1,4 @@
-"""What a process needs to read a state, and what it waits for when it ends."""
+"""What a process waits for when it ends."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-from flat_param import fully_shard
 
 START = """
 import atexit, gc, os, time
@@ -109,20 +106,3 @@ def test_interpreter_waits_for_asynchronous_saves(tmp_path: Path) -> None:
     told = "the save to '/dev/null/none' failed: flat_param.save_sharded: rank 0 cannot write"
     assert told in found.stderr
     assert "KeyboardInterrupt" in found.stderr
-
-
-LOADS = """
-import sys, torch, flat_param
-state = torch.load(sys.argv[1], weights_only=True)
-print({k: tuple(v.shape) for k, v in state.items()}, "torch.distributed.checkpoint" in sys.modules)
-"""
-
-
-def test_state_dict_is_read_where_only_the_package_was_imported(
-    group_of_one: None, tmp_path: Path
-) -> None:
-    """With `weights_only=True`, without torch's checkpoint package."""
-    torch.save(fully_shard(torch.nn.Linear(3, 2)).state_dict(), tmp_path / "state.pt")
-    command = [sys.executable, "-c", LOADS, str(tmp_path / "state.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "{'weight': (2, 3), 'bias': (2,)} False\n", done.stderr

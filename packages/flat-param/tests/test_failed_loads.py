@@ -145,3 +145,16 @@ def test_extra_state_without_a_copy_is_put_back_itself() -> None:
     with pytest.raises((ValueError, StateError)):
         load_full_state_dict(module, other_state(), optimizer=optimizer)
     assert module[0].word is lock
+
+
+def test_parameters_of_groups_with_other_options_are_not_merged() -> None:
+    """A group of the optimizer has one rate, and nothing has changed."""
+    module, optimizer = made()
+    state = full_state_dict(module, optimizer=optimizer)
+    first, *others = state["optim"]["param_groups"][0]["params"]
+    group = {**state["optim"]["param_groups"][0], "params": others}
+    state["optim"]["param_groups"] = [{**group, "params": [first], "lr": 9.0}, group]
+    before = values(module, optimizer)
+    with pytest.raises(StateError, match=r"were saved in groups with different options \(lr\)"):
+        load_full_state_dict(module, state, optimizer=optimizer)
+    assert all(map(torch.equal, values(module, optimizer), before))

@@ -36,13 +36,6 @@ def test_what_a_state_dict_holds_looks_apart_and_costs_no_memory(holder, dtype):
         assert type(value) is torch.Tensor
 
 
-def test_an_empty_parameter_looks_apart_too(holder):
-    """A storage of nothing."""
-    model = holder(torch.ones(3), torch.ones(0, 2), torch.ones(3))
-    flatten(model)
-    assert [size for _, size in storages(model.state_dict())] == [12, 0, 12]
-
-
 def test_tied_names_have_one_storage(mlp):
     """The same object, so that `torch.save` writes it once; others are apart."""
     mlp.add_module("tied", nn.Linear(5, 7))
@@ -52,17 +45,6 @@ def test_tied_names_have_one_storage(mlp):
     first, second = state["0.weight"], state["tied.weight"]
     assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
     assert len(set(storages(state))) == len(state) - 1
-
-
-def test_a_name_tied_later_looks_tied(mlp):
-    """The new name is found, though no parameter came or went."""
-    mlp.add_module("tied", nn.Linear(5, 7, bias=False))
-    flatten(mlp)
-    late = nn.Linear(5, 7, bias=False)
-    late.weight = mlp[0].weight
-    mlp.add_module("late", late)
-    state = mlp.state_dict()
-    assert storages({"a": state["0.weight"]}) == storages({"b": state["late.weight"]})
 
 
 def test_a_state_dict_reads_and_writes_the_model(mlp):
@@ -119,21 +101,6 @@ def test_swapped_data_is_saved_as_it_is(mlp):
     mlp[0].weight.data = torch.ones(7, 5)
     state = mlp.state_dict()
     assert state["0.weight"].tolist() == [[1.0] * 5] * 7
-
-
-def test_a_copy_looks_apart_before_its_first_use(mlp):
-    """A deep copy of a copy, and one of a root that owns parameters itself."""
-    for model in (mlp, nn.Linear(3, 3)):
-        flatten(model)
-        twin = copy.deepcopy(copy.deepcopy(nn.ModuleList([model])))
-        assert len(set(storages(twin.state_dict()))) == len(list(model.parameters()))
-
-
-def test_a_part_of_a_flattened_module_looks_apart(mlp):
-    """The state dict of a layer, or of what holds the root."""
-    flatten(mlp)
-    assert len(set(storages(mlp[0].state_dict()))) == 2
-    assert len(set(storages(nn.Sequential(mlp).state_dict()))) == 4
 
 
 def test_files_of_a_state_dict_are_as_large_as_the_plain_ones(mlp):

@@ -84,6 +84,7 @@ def test_claim_holds(worker: Callable[[str], ModuleType], script: str, claim: st
     getattr(worker(script), f"check_{claim}")(0, 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("script", "claim"), _but_for(OF_ITS_OWN_DTYPE, CLAIMS))
 def test_claim_holds_where_whole_parameters_are_made(
     worker: Callable[[str], ModuleType],

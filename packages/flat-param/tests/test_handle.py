@@ -1,13 +1,11 @@
 """FlatParamHandle: values, padding, shards, and the tensors that modules have as parameters."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 from flat_param import ParameterError, StateError
-from flat_param.handle import FlatParameter, FlatParamHandle
+from flat_param.handle import FlatParamHandle
 from flat_param.handle import HandleShardingStrategy as Strategy
 
 
@@ -29,14 +27,6 @@ def test_every_kind_of_tensor_keeps_its_values(holder, tensors, use_orig_params,
     module = holder(*tensors)
     handle_of(module, use_orig_params=use_orig_params)
     assert [getattr(module, f"p{i}").tolist() for i in range(len(tensors))] == expected
-
-
-def test_padding_is_zero_and_out_of_the_norm(mlp, handle_of):
-    """The norm of the flat parameter is that of the parameters."""
-    true = torch.cat([param.detach().flatten() for param in mlp.parameters()]).norm()
-    handle = handle_of(mlp, use_orig_params=True, rank=0, world=2)
-    assert handle.flat_param.numel() == 72
-    torch.testing.assert_close(handle.flat_param.norm(), true)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -61,39 +51,6 @@ def test_foreign_parameters_are_listed_by_position_and_shape(mlp):
     assert all(a is b for a, b in zip(mlp.parameters(), before, strict=True))
     with pytest.raises(ParameterError, match=r"tree: params\[0\] \(2, 3\), but"):
         FlatParamHandle([foreign], mlp)
-
-
-@pytest.mark.parametrize("last", [0, 1])
-def test_a_refused_list_leaves_the_module_as_it_was(mlp, last):
-    """Whichever of the two is the odd one."""
-    params = list(mlp.parameters())
-    params[-last].data = params[-last].data.double()
-    before = [param.data_ptr() for param in params]
-    with pytest.raises(ParameterError, match="uniform dtype"):
-        FlatParamHandle(params, mlp)
-    assert [param.data_ptr() for param in mlp.parameters()] == before
-
-
-def test_places_name_module_path_and_attribute(handle_of):
-    """Of the first place and the further ones, the root's own parameters with an empty path."""
-    root = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Sequential(nn.Linear(2, 2, bias=False)))
-    root.register_parameter("own", nn.Parameter(torch.ones(2)))
-    root[1][0].weight = root[0].weight
-    flat = handle_of(root).flat_param
-    assert [tuple(info) for info in flat._param_infos] == [
-        ("own", root, ""),
-        ("weight", root[0], "0"),
-    ]
-    assert [tuple(info) for info in flat._shared_param_infos] == [
-        ("weight", root[1][0], "1.0", "weight", root[0], "0")
-    ]
-
-
-def test_flat_parameters_are_told_apart():
-    """A flat parameter is a parameter; a parameter is not flat."""
-    flat = FlatParameter(torch.ones(3))
-    assert isinstance(flat, torch.nn.Parameter)
-    assert not isinstance(torch.nn.Parameter(torch.ones(3)), FlatParameter)
 
 
 @pytest.mark.parametrize("by", ["data", "object"])
@@ -181,19 +138,6 @@ def test_no_shard_has_no_part_to_gather(handle_of, mlp):
     assert handle_of(torch.nn.Linear(1, 1)).uses_sharded_strategy
 
 
-def test_the_part_is_the_shard_that_is_kept(handle_of, mlp):
-    """What `unshard` gathers from is the flat parameter itself, offloaded or not."""
-    for offload in (False, True):
-        model = copy.deepcopy(mlp)
-        handle = handle_of(model, rank=1, world=2, offload_params=offload)
-        handle.shard()
-        handle.init_flat_param_attributes()
-        flat = handle.flat_param
-        assert flat._local_shard.data_ptr() == flat.data_ptr()
-        assert flat._local_shard.device.type == "cpu"
-        assert not flat._local_shard.requires_grad
-
-
 def test_a_part_is_a_copy_where_it_is_not_the_whole(handle_of, holder):
     """So that the whole can be freed; one rank keeps the memory it has."""
     tensor = torch.ones(2, 4)
@@ -204,40 +148,12 @@ def test_a_part_is_a_copy_where_it_is_not_the_whole(handle_of, holder):
         assert (part.untyped_storage().data_ptr() == home) is same
 
 
-@pytest.mark.parametrize("rank", range(5))
-def test_what_is_noted_of_a_shard_is_what_lies_in_it(handle_of, holder, rank):
-    """Names, elements and padding of each of five ranks, a parameter of no elements among them."""
-    tensors = (torch.arange(3.0), torch.ones(0, 2), torch.arange(10.0, 16.0).view(2, 3))
-    whole = torch.cat([tensor.flatten() for tensor in tensors])
-    handle = handle_of(holder(*tensors), rank=rank, world=5)
-    handle.shard()
-    flat = handle.flat_param
-    assert (flat._sharded_size, flat._shard_numel_padded) == ((2,), 1 if rank == 4 else 0)
-    found = []
-    for param, info in zip(tensors, flat._shard_param_infos, strict=True):
-        if info.in_shard:
-            part = param.flatten()[info.intra_param_start_idx : info.intra_param_end_idx + 1]
-            start = info.offset_in_shard
-            assert torch.equal(flat[start : start + info.numel_in_shard], part)
-            found.append(part)
-    assert torch.equal(torch.cat(found), whole[2 * rank : 2 * rank + 2])
-
-
 def test_unflatten_as_params_is_a_parenthesis(mlp, handle_of):
     """Inside there are parameters, outside there are tensors."""
     handle = handle_of(mlp)
     with handle.unflatten_as_params():
         assert [name for name, _ in mlp.named_parameters()] == list(handle.flat_param._fqns)
     assert list(mlp.named_parameters()) == []
-
-
-def test_tied_places_are_listed(handle_of):
-    """Names of first and further places."""
-    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
-    model[1].weight = model[0].weight
-    handle = handle_of(model)
-    assert model[1].weight is model[0].weight
-    assert repr(handle) == "FlatParamHandle(flat_param.fqns=('0.weight',))"
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -154,23 +154,6 @@ def test_state_dicts_go_from_one_kind_to_the_other(tmp_path: Path) -> None:
     assert all(_same(found[0], each) for each in found)
 
 
-def test_two_optimizers_share_a_folder(tmp_path: Path) -> None:
-    """Both train and save as if they were alone."""
-    found = []
-    for offloaded in (False, True):
-        model = _model()
-        pair = [SGD(group["params"], lr=0.01, momentum=0.9) for group in _groups(model)]
-        if offloaded:
-            pair = [offload_optimizer(each, folder=tmp_path) for each in pair]
-        for step in range(4):
-            model.zero_grad()
-            _backward(model, step)
-            for each in pair:
-                each.step()
-        found.append([model.state_dict(), *(each.state_dict() for each in pair)])
-    assert _same(*found)
-
-
 def test_closure_is_called_once_and_its_loss_returned(folder: Path | None) -> None:
     """With gradients on, as torch does."""
     model, calls = _model(), []

@@ -24,7 +24,7 @@ def test_step_stopped_on_all_ranks_leaves_nothing(
     ranks: Callable[..., list[Any]], phase: str
 ) -> None:
     """Two ranks that are stopped at the same place go on as if nothing had been."""
-    for result in ranks(2, "interrupted", phase, 29, timeout_s=300):
+    for result in ranks(2, "interrupted", phase, 53, timeout_s=300):
         assert result["places"] > 50
         assert result["wrong"] == []
 

@@ -7,6 +7,8 @@ import sys
 from dataclasses import is_dataclass
 from pathlib import Path
 
+import torch
+
 import flat_param
 
 MODULES = (flat_param, flat_param.plan, flat_param.handle)
@@ -42,17 +44,25 @@ def test_public_values_cannot_be_changed() -> None:
     assert [kind for kind in records if not kind.__dataclass_params__.frozen] == []
 
 
-def test_import_loads_nothing_but_the_package():
-    """Over `import torch`, and the standard library.
+LOADS = """
+import sys, torch
+before = set(sys.modules)
+import flat_param
+print(*sorted(set(sys.modules) - before))
+state = torch.load(sys.argv[1], weights_only=True)
+print({k: tuple(v.shape) for k, v in state.items()}, "torch.distributed.checkpoint" in sys.modules)
+"""
+
+
+def test_import_loads_the_package_alone_and_a_state_dict_is_read(group_of_one, tmp_path):
+    """Over `import torch`, and the standard library; a state with `weights_only=True`.
 
     DTensor and sympy, which come with torch.distributed.checkpoint, wait for a save.
     """
-    code = (
-        "import sys, torch; before = set(sys.modules); import flat_param\n"
-        "print(*sorted(set(sys.modules) - before))"
-    )
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    ).stdout.split()
+    torch.save(flat_param.fully_shard(torch.nn.Linear(3, 2)).state_dict(), tmp_path / "state.pt")
+    command = [sys.executable, "-c", LOADS, str(tmp_path / "state.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    loaded, *said = done.stdout.splitlines()
     known = {"flat_param", *sys.stdlib_module_names}
-    assert [name for name in loaded if name.partition(".")[0] not in known] == []
+    assert [name for name in loaded.split() if name.partition(".")[0] not in known] == []
+    assert said == ["{'weight': (2, 3), 'bias': (2,)} False"]

@@ -18,6 +18,7 @@ CLAIMS = {
 }
 NIGHTLY = {
     "offloaded": [(2,)],
+    "pretrained": [(2,)],
     "beside_units": [(4, 2)],
     "parallel_checkpoints": [(4, 1), (4, 2)],
 }

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +25,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from ._errors import StateError
-from ._torch_compat import STEP_HOOKS, unhooked_step
+from ._torch_compat import unhooked_step
+from .buffers._twins import twin_of
 from .layout._layout import round_up
 from .layout._spec import dense_stride
 
@@ -94,8 +94,6 @@ class OffloadedOptimizer(Optimizer):
     """Base class that `offload_optimizer` adds to an optimizer's class."""
 
     _buckets: _Buckets
-    steps_bucket = False
-    """True for the twin, where `super().step()` calls the step hooks of all optimizers again."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient, bucket by bucket.
@@ -174,26 +172,21 @@ class _Buckets:
         self._folder = None if folder is None else os.fspath(folder)
         if self._folder is not None:
             _map_file(self._folder, _ALIGN_BYTES)
-        self._numel, self._own_step = numel, unhooked_step(cls)
-        self._twin: Optimizer = object.__new__(cls)
+        self._numel, self._cls = numel, cls
         self.stored: dict[Slot, Tensor] = {}
 
     def step(self, optimizer: Optimizer) -> None:
         """Step every bucket while the state of the next one is fetched."""
         state, buckets = optimizer.state, list(self._of(optimizer.param_groups))
-        own = {key: value for key, value in vars(optimizer).items() if key != "_buckets"}
-        hooks: dict[str, Any] = {key: OrderedDict() for key in STEP_HOOKS}
         with ThreadPoolExecutor(1, thread_name_prefix="flat_param.offload") as thread:
             copies = _Copies(thread)
             arriving = self._fetch(copies, state, buckets[:1])
             for index, bucket in enumerate(buckets):
                 current, arriving = arriving, self._fetch(copies, state, buckets[index + 1 :][:1])
                 fetched = _receive(state, *current)
-                vars(self._twin).update({**own, **hooks, "steps_bucket": True})
-                self._step_one(bucket)
+                self._step_one(optimizer, bucket)
                 self._write_back(copies, state, bucket["params"], fetched)
             copies.wait()
-        vars(self._twin).clear()
 
     def _of(self, groups: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Split parameter groups into buckets of parameters with gradients."""
@@ -212,11 +205,10 @@ class _Buckets:
         if run:
             yield run
 
-    def _step_one(self, bucket: dict[str, Any]) -> None:
-        twin, options = self._twin, dict(bucket)
-        twin.param_groups = [bucket]
+    def _step_one(self, optimizer: Optimizer, bucket: dict[str, Any]) -> None:
+        twin, options = twin_of(optimizer, self._cls, [bucket], optimizer.state), dict(bucket)
         own = dict(vars(twin))
-        self._own_step(twin)
+        unhooked_step(self._cls)(twin)
         changed = [key for key in bucket if bucket[key] is not options.get(key)]
         changed += [
             key

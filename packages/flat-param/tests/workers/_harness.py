@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import flat_param
 
@@ -117,9 +118,17 @@ def share(ids: Tensor, rank: int) -> Tensor:
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
-    """A state dict of whole tensors; the model may be plain. Collective."""
+    """A state dict of copies of whole tensors; the model may be plain. Collective."""
+    if isinstance(model, flat_param.ShardedModule):  # gathers units, not one tensor after another
+        with model.whole_params():
+            return {name: _copied(value) for name, value in model.state_dict().items()}
     state: dict[str, Any] = flat_param.full_state_dict(model)["model"]
     return state
+
+
+def _copied(value: Any) -> Any:
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def mean_over_ranks(values: list[float]) -> list[float]:

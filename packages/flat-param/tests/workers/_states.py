@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -111,6 +112,7 @@ def trained(steps: int, seed: int = 0, **options: Any) -> tuple[Model, torch.opt
     return model, optimizer
 
 
+@cache
 def truth(steps: int) -> dict[str, Tensor]:
     """Parameters and moments of one process after some steps."""
     model = plain()

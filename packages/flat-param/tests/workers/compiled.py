@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from _harness import batches, loss_of, options_of, plain, run_checks, sharded, share
+from _harness import batches, distance, loss_of, plain, run_checks, sharded, share, whole_state
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -52,8 +52,7 @@ def compare(model: nn.Module, rank: int, world: int) -> None:
 
 def check_compiling_a_sharded_module(rank: int, world: int) -> None:
     """`torch.compile(fully_shard(model))`: what is inside of units is compiled."""
-    for way in ("ZeRO-3", "ZeRO-2"):
-        compare(torch.compile(sharded(**options_of(way)), backend="aot_eager"), rank, world)
+    compare(torch.compile(sharded(), backend="aot_eager"), rank, world)
 
 
 def check_blocks_of_a_kind_share_one_graph(rank: int, world: int) -> None:
@@ -103,6 +102,39 @@ def check_sharding_compiled_blocks(rank: int, world: int) -> None:
         compiled = torch.compile(block, backend="aot_eager")
         model.blocks[index] = flat_param.fully_shard(compiled)
     compare(flat_param.fully_shard(model), rank, world)
+
+
+def check_compiled_optimizer_step_is_the_eager_one(rank: int, world: int) -> None:
+    """Up to rounding."""
+    torch.compiler.reset()
+    states = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        layer = flat_param.fully_shard(nn.Linear(6, 6))
+        layer(torch.ones(2, 6)).square().sum().backward()
+        step = torch.optim.AdamW(layer.parameters(), lr=0.1).step
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler's own
+            (torch.compile(step, backend="eager") if compiles else step)()
+        states.append(whole_state(layer))
+    assert distance(*states) < 1e-6
+
+
+def check_forward_after_a_failed_export(rank: int, world: int) -> None:
+    """Export is refused by name, and the module is unchanged."""
+    torch.compiler.reset()
+    model = sharded()
+    x = share(batches(world, 1)[0], rank)
+    before = model(x).detach()
+    found: list[Any] = []
+    try:
+        torch.export.export(model, (x,))
+    except Exception as error:
+        found.append(error)
+    assert found
+    assert "cannot trace the collectives of a sharded module" in str(found[0]), found[0]
+    assert torch.equal(model(x).detach(), before)
+    assert distance(whole_state(model), whole_state(sharded())) == 0
 
 
 if __name__ == "__main__":

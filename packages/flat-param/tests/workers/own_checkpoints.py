@@ -157,7 +157,7 @@ def check_damage_is_an_error_and_changes_nothing(rank: int, world: int) -> None:
         ("checksum", flip(first, 0.02)),
         ("cut short", tail(file)),
         ("cut short", file.unlink),
-        ("checksum", flip(metadata, 0.5)),
+        ("their checksum differs", flip(metadata, 0.5)),
         ("damaged", flip(metadata, 0.999)),
         (
             "damaged",
@@ -229,7 +229,7 @@ def check_hostile_files_run_nothing(rank: int, world: int) -> None:
 
 
 def check_other_models_are_refused(rank: int, world: int) -> None:
-    """By name and shape, with nothing changed; also an old folder, and one without a checkpoint."""
+    """By name and shape, with nothing changed; also a folder without a checkpoint."""
     layer = flat_param.fully_shard(nn.Linear(5, 5))
     flat_param.save_sharded(layer, at("other"))
     unchanged_by(StateError, "Missing key(s)", lambda m, _: _load(m, at("other")))
@@ -241,13 +241,6 @@ def check_other_models_are_refused(rank: int, world: int) -> None:
     os.makedirs(at("empty"), exist_ok=True)
     dist.barrier()
     unchanged_by(CheckpointError, "has no .metadata", load_from(at("empty")))
-    if rank == 0:
-        known = pickle.loads(Path(at("other"), ".metadata").read_bytes())
-        for entry in known.storage_data.values():
-            entry.relative_path = "0a1b2c3d4e5f-rank-0-of-2/data.distcp"
-        Path(at("other"), ".metadata").write_bytes(pickle.dumps(known))
-    dist.barrier()
-    raises(CheckpointError, "was saved by flat_param 0.1", lambda: _load(layer, at("other")))
 
 
 def _load(model: Any, path: str, optimizer: Any = None) -> None:
@@ -417,25 +410,29 @@ def check_error_of_an_async_save(rank: int, world: int) -> None:
 
 def check_full_state(rank: int, world: int) -> None:
     """Whole and plain, on every rank or on the first; in another order of groups; and back."""
-    for boundary in ("element", "row", "tensor"):
+    cases: tuple[tuple[str, dict[str, bool]], ...] = (
+        ("element", {"rank0_only": True}),
+        ("row", {}),
+        ("tensor", {"rank0_only": True, "offload_to_cpu": True}),
+    )
+    for boundary, options in cases:
         model, optimizer = trained(3, boundary=boundary)
-        for options in ({}, {"rank0_only": True}, {"rank0_only": True, "offload_to_cpu": True}):
-            state = flat_param.full_state_dict(model, optimizer=optimizer, **options)
-            if not options or rank == 0:
-                same(full_values(state, model), truth(3))
-                assert {type(v) for v in full_values(state, model).values()} == {torch.Tensor}
-            else:
-                assert state == {"model": {}, "optim": {}}
-            other = sharded(9, boundary="row" if boundary == "element" else "element")
-            fresh = optimizer_of(other, flipped=True)
-            flat_param.load_full_state_dict(other, state, optimizer=fresh)
-            same(values_of(other, fresh), truth(3))
-            assert [group["lr"] for group in fresh.param_groups] == [0.02, 0.01]
-            train(other, fresh, 3, 5)
-            same(values_of(other, fresh), truth(5))
-            alone = flat_param.full_state_dict(model, **options)
-            assert list(alone) == ["model"]
-            flat_param.load_full_state_dict(sharded(9), alone)
+        state = flat_param.full_state_dict(model, optimizer=optimizer, **options)
+        if not options or rank == 0:
+            same(full_values(state, model), truth(3))
+            assert {type(v) for v in full_values(state, model).values()} == {torch.Tensor}
+        else:
+            assert state == {"model": {}, "optim": {}}
+        other = sharded(9, boundary="row" if boundary == "element" else "element")
+        fresh = optimizer_of(other, flipped=True)
+        flat_param.load_full_state_dict(other, state, optimizer=fresh)
+        same(values_of(other, fresh), truth(3))
+        assert [group["lr"] for group in fresh.param_groups] == [0.02, 0.01]
+        train(other, fresh, 3, 5)
+        same(values_of(other, fresh), truth(5))
+        alone = flat_param.full_state_dict(model, **options)
+        assert list(alone) == ["model"]
+        flat_param.load_full_state_dict(sharded(9), alone)
 
 
 def check_full_state_of_a_plain_model(rank: int, world: int) -> None:

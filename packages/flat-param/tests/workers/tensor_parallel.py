@@ -23,10 +23,8 @@ from flat_param import fully_shard
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
-    {"reshard_after_forward": False},
-    {"replicated": True},
-    {"boundary": "row"},
-    {"boundary": "tensor"},
+    {"replicated": True, "boundary": "row"},
+    {"reshard_after_forward": False, "boundary": "tensor"},
 )
 
 
@@ -129,11 +127,13 @@ def check_states_are_the_parallel_modules(rank: int, world: int) -> None:
     """Names, kinds, places and values; a plain state and one of DTensors are loaded."""
     mesh = mesh_of(world)
     model, cut = sharded(mesh), parallel(mesh["tp"])
-    for name, tensor in whole_state(cut).items():
-        found = whole_state(model)[name]
-        assert type(found) is type(tensor), name
-        if isinstance(tensor, DTensor):
-            assert (found.placements, found.device_mesh) == (tensor.placements, tensor.device_mesh)
+    with model.whole_params():
+        found = model.state_dict()
+        for name, tensor in cut.state_dict().items():
+            assert isinstance(found[name], DTensor) == isinstance(tensor, DTensor), name
+            if isinstance(tensor, DTensor):
+                places = found[name].placements, found[name].device_mesh
+                assert places == (tensor.placements, tensor.device_mesh), name
     for state in (plain().state_dict(), whole_state(cut)):
         with torch.no_grad():
             for param in model.parameters():

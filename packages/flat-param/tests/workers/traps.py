@@ -6,19 +6,14 @@ import copy
 import inspect
 import io
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from _harness import raises, run_checks, whole_state
 from _whole import whole_bytes
 from torch import Tensor, nn
 
 import flat_param
-
-FOLDER = Path()
 
 
 class Adapter(nn.Module):
@@ -120,21 +115,13 @@ def check_rows_are_reduced_along_rows(rank: int, world: int) -> None:
 
 
 def check_groups_by_number_of_dimensions(rank: int, world: int) -> None:
-    """Those of the whole parameters; foreach and compiled steps are as before."""
+    """Those of the whole parameters."""
     for boundary in ("element", "row", "tensor", flat_param.Blocks(4)):
         layers = nn.Sequential(nn.Linear(6, 6), nn.Conv1d(2, 3, 2))
         model = flat_param.fully_shard(layers, boundary=boundary)
         assert [each.ndim for each in model.parameters()] == [2, 1, 3, 1], boundary
         assert [each.dim() for each in model.parameters()] == [2, 1, 3, 1], boundary
         assert [len(each.shape) for each in model.parameters()] == [2, 1, 3, 1], boundary
-    model = sharded()
-    model(torch.ones(2, 6)).square().sum().backward()
-    for options in ({}, {"foreach": True}, {"fused": True}):
-        torch.optim.AdamW(model.parameters(), **options).step()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler's own
-        torch.compile(optimizer.step, backend="eager")()
 
 
 def check_optimizers_of_whole_tensors_are_found_by_what_they_do(rank: int, world: int) -> None:
@@ -297,59 +284,6 @@ def check_gradient_penalty(rank: int, world: int) -> None:
     found = whole_state(model)
     assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
     assert whole_bytes(model) == 0
-
-
-def check_forward_after_a_failed_export(rank: int, world: int) -> None:
-    """Export is refused by name, and the module is unchanged."""
-    model = sharded()
-    x = torch.ones(2, 6)
-    before = model(x).detach()
-    found: list[Any] = []
-    try:
-        torch.export.export(model, (x,))
-    except Exception as error:
-        found.append(error)
-    assert found
-    assert "cannot trace the collectives of a sharded module" in str(found[0]), found[0]
-    assert torch.equal(model(x).detach(), before)
-    assert torch.equal(whole_state(model)["0.weight"], whole_state(sharded())["0.weight"])
-
-
-def llama(**options: Any) -> nn.Module:
-    """A small model of transformers, always the same."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **options))
-
-
-def check_transformers_keeps_ranks_in_step(rank: int, world: int) -> None:
-    """`generate` looks for the attribute; ranks that end at other lengths would wait for ever."""
-    model = llama(num_hidden_layers=2, pad_token_id=0, eos_token_id=None).eval()
-    for layer in model.model.layers:
-        flat_param.fully_shard(layer)
-    flat_param.fully_shard(model)
-    prompt = torch.tensor([[3, 5, 7 + rank]])
-    out = model.generate(prompt, do_sample=False, max_new_tokens=4 if rank else 8)
-    assert out.shape[1] == 3 + (4 if rank else 8)
-
-
-def check_saved_pretrained_folder_loads(rank: int, world: int) -> None:
-    """With a tied head, whose name the file leaves out."""
-    options = {"num_hidden_layers": 1, "tie_word_embeddings": True}
-    first = flat_param.fully_shard(llama(**options))
-    state = flat_param.full_state_dict(first)["model"]
-    if rank == 0:
-        first.save_pretrained(FOLDER / "llama", state_dict=state)
-    dist.barrier()
-    other = flat_param.fully_shard(llama(**options))
-    with torch.no_grad():
-        for param in other.parameters():
-            param.zero_()
-    flat_param.load_sharded(other, FOLDER / "llama")
-    found = whole_state(other)
-    assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
 if __name__ == "__main__":

@@ -123,10 +123,10 @@ def check_units_nest_three_deep(rank: int, world: int) -> None:
 
 
 def check_input_used_in_many_steps_is_hooked_once(rank: int, world: int) -> None:
-    """A leaf that is the input of 100 steps, with and without backward, has one hook a unit."""
+    """A leaf that is the input of 12 steps, with and without backward, has one hook a unit."""
     model = fully_shard(nn.Sequential(fully_shard(nn.Linear(3, 3)), nn.Linear(3, 2)))
     x = torch.ones(2, 3, requires_grad=True)
-    for step in range(100):
+    for step in range(12):
         out = model(x).sum()
         if step % 2:
             out.backward()

@@ -70,15 +70,15 @@ def have_grads(model: nn.Module) -> bool:
 
 
 def check_copies_are_summed_when_it_is_said(rank: int, world: int) -> None:
-    """Two steps that leave copies apart, then one that sums all, twice.
+    """A step that leaves copies apart, then one that sums all, twice.
 
     Copies of parts on two ranks, and copies of the whole.
     """
     for shape in {(world, 1), (1, world), (2, world // 2)} - {(2, 0)}:
         theirs, ours = by_fsdp2(shape), by_us(shape)
-        for first in (1, 4):
-            for seed in range(first, first + 3):
-                last = seed == first + 2
+        for first in (1, 3):
+            for seed in (first, first + 1):
+                last = seed > first
                 ours.comm_counts()
                 for model in (theirs, ours):
                     model.set_requires_all_reduce(last)

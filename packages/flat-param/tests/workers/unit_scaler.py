@@ -56,9 +56,10 @@ def new_scaler(kind: Any = torch.amp.GradScaler) -> Any:
 def check_overflow_on_one_rank_is_one_on_all(rank: int, world: int) -> None:
     """The scale and the weights are one process's, for FSDP1's scaler, too."""
     plainly, for_fsdp1 = torch.amp.GradScaler, ShardedGradScaler  # the latter steps none fused
-    scalers = ((plainly, False), (plainly, True), (for_fsdp1, False))
-    for (kind, fused), way, boundary, unscales in product(
-        scalers, WAYS, ("element", "tensor"), (False, True)
+    for kind, fused, way, boundary, unscales in (
+        *product([plainly], (False, True), WAYS, ["element"], (False, True)),
+        *product([for_fsdp1], [False], ["ZeRO-3"], ["element"], (False, True)),
+        *product([plainly], (False, True), ["ZeRO-3"], ["tensor"], [False]),
     ):
         plain, model = Scales(), fully_shard(Scales(), **options_of(way), boundary=boundary)
         options = {"fused": fused, "unscales": unscales}

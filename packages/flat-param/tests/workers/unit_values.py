@@ -48,7 +48,7 @@ def check_replaced_parameter_is_refused(rank: int, world: int) -> None:
 def check_values_of_other_memory_are_what_everything_reads(rank: int, world: int) -> None:
     """Set by `param.data = ...`, as some optimizers do, where a forward has gathered it, too."""
     (ids,) = batches(world, 1)
-    readers = (whole_state, _whole, _saved, _moved)
+    readers = (whole_state, _full, _saved, _moved)
     expected = plain().state_dict()
     expected["head.weight"] = 2 * expected["head.weight"]
     for read in readers:
@@ -61,9 +61,9 @@ def check_values_of_other_memory_are_what_everything_reads(rank: int, world: int
             assert distance(whole_state(model), expected) == 0
 
 
-def _whole(model: nn.Module) -> dict[str, Tensor]:
-    with model.whole_params():
-        return {name: value.clone() for name, value in model.state_dict().items()}
+def _full(model: nn.Module) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = flat_param.full_state_dict(model)["model"]
+    return state
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:

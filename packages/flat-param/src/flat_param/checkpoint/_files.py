@@ -48,7 +48,6 @@ METADATA = ".metadata"
 _SAVE_PREFIX = "save-"
 _SAVED_FILE = re.compile(r"save-[0-9a-f]{12}/[^/]+")
 _TRAILER = b"flat-param checksum "
-_OLD_PART = re.compile(r"[0-9a-f]+-rank-\d+-of-\d+/")
 _BLOCK_BYTES = 1 << 20
 _COLUMNS = 2053
 
@@ -211,12 +210,6 @@ class CheckedReader(FileSystemReader):
                 raise CheckpointError(
                     f"flat_param.load_sharded: '{path}' names the file '{name}', which is not "
                     "inside. Do not trust this checkpoint."
-                )
-            if _OLD_PART.match(name):
-                raise CheckpointError(
-                    f"flat_param.load_sharded: '{path}' was saved by flat_param 0.1, whose format "
-                    "is not read any more. Load it with that version and save it with "
-                    "torch.distributed.checkpoint."
                 )
         return metadata
 

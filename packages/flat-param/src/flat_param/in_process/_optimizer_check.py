@@ -7,16 +7,13 @@ that look at one parameter: Adafactor, Muon, LAMB.
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import StateError
-from .._torch_compat import STEP_HOOKS, unhooked_step
+from .._torch_compat import unhooked_step
+from ..buffers._twins import trial_of
 
 _STEPS = 3
 
@@ -27,8 +24,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
     An optimizer that draws random numbers, whose copy cannot step, or that has other objects than
     numbers and texts is not checked.
     """
-    if not _is_plain([list(_options_of(optimizer).values()), optimizer.defaults]):
-        return
     values = [torch.tensor([[1.0, -2.0], [3.0, 0.5]]), torch.tensor([[-0.1, 0.4], [4.0, 1.0]])]
     flat = [torch.cat([value.flatten() for value in values])]
     with torch.random.fork_rng(devices=[]):
@@ -52,30 +47,9 @@ def _stepped(optimizer: Optimizer, values: list[Tensor], seed: int) -> Tensor:
     """The elements of parameters with these values, in float64, after steps of a copy."""
     torch.manual_seed(seed)
     params = [nn.Parameter(value.double()) for value in values]
-    twin: Any = object.__new__(type(optimizer))
-    vars(twin).update(_options_of(optimizer), state=defaultdict(dict))
-    vars(twin).update({key: OrderedDict() for key in STEP_HOOKS}, defaults=optimizer.defaults)
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    twin.param_groups = [{**copy.deepcopy(options), "params": params}]
+    twin = trial_of(optimizer, [params])
     for step in range(_STEPS):
         for param in params:
             param.grad = param.detach().square() - step
         unhooked_step(type(optimizer))(twin)
     return torch.cat([param.detach().flatten() for param in params])
-
-
-def _options_of(optimizer: Optimizer) -> dict[str, Any]:
-    own = ("state", "param_groups", "defaults", "step")  # a scheduler wraps `step`
-    return {
-        key: value
-        for key, value in vars(optimizer).items()
-        if key not in own and not key.startswith("_optimizer_")
-    }
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, complex, str))

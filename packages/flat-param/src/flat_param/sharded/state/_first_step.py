@@ -20,8 +20,7 @@ have replaced parameters.
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -37,13 +36,13 @@ from torch.optim.optimizer import (
 from ..._errors import ParameterError
 from ..._torch_compat import unhooked_step, without_torch_function
 from ...buffers._elementwise import ELEMENTWISE
+from ...buffers._twins import trial_of
 from ..tensor._param_piece import piece_of
 from ..tensor._piece_tensors import as_piece, be_piece, plain
 from ..tensor._reductions import Trial
 from ._optim_state import follow, params_of, settle
 
 _checked: WeakSet[Optimizer] = WeakSet()
-_PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def install_step_hooks() -> None:
@@ -72,7 +71,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not getattr(optimizer, "steps_bucket", False):
+    if not hasattr(optimizer, "is_twin"):
         pieces = [piece_of(param) for param in params_of(optimizer)]
         for segment in {piece.segment for piece in pieces if piece is not None}:
             segment.steps += 1
@@ -105,22 +104,14 @@ def _check_param(optimizer: Optimizer, param: Any) -> None:
 def _try_step(optimizer: Optimizer) -> None:
     """Raise the error that the step would raise on pieces."""
     kind = type(optimizer)
-    if kind in ELEMENTWISE or hasattr(optimizer, "steps_bucket"):
+    if kind in ELEMENTWISE or hasattr(optimizer, "is_twin"):
         return
-    groups = [_emptied(group) for group in optimizer.param_groups]
-    own = {key: value for key, value in vars(optimizer).items() if key not in _REPLACED}
-    hooks: dict[str, Any] = {key: OrderedDict() for key in own if key.startswith("_optimizer_")}
-    options = [value for group in groups for key, value in group.items() if key != "params"]
-    beside = [value for key, value in own.items() if key not in hooks]
-    if not any(group["params"] for group in groups) or not all(map(_is_plain, options + beside)):
+    params = [_emptied(group["params"]) for group in optimizer.param_groups]
+    if not any(params):
         return
-    twin = object.__new__(kind)
-    vars(twin).update({**own, **hooks}, param_groups=groups, state=defaultdict(dict))
-    # Its steps are not counted.
-    vars(twin).update(defaults=optimizer.defaults, steps_bucket=True)
     Trial.is_on, Trial.called = True, set()
     try:
-        unhooked_step(kind)(twin)
+        unhooked_step(kind)(trial_of(optimizer, params))
     except ParameterError:
         raise
     except Exception:  # without elements or a closure, it may fail in any way
@@ -137,25 +128,17 @@ def _try_step(optimizer: Optimizer) -> None:
         )
 
 
-_REPLACED = ("state", "param_groups", "defaults", "step")  # a scheduler wraps `step`
-
-
-def _emptied(group: dict[str, Any]) -> dict[str, Any]:
-    pieces = ((param, piece_of(param)) for param in group["params"] if param.requires_grad)
-    params = []
-    for param, piece in pieces:
-        if piece is not None and piece.is_cut and not piece.stays_whole:
+def _emptied(params: Iterable[Any]) -> list[Tensor]:
+    """An empty piece of each parameter that is cut."""
+    made: list[Tensor] = []
+    for param in params:
+        piece = piece_of(param)
+        if param.requires_grad and piece is not None and piece.is_cut and not piece.stays_whole:
             values = plain(param)
-            made = nn.Parameter(values.new_empty((0, *values.shape[1:])))
+            empty = nn.Parameter(values.new_empty((0, *values.shape[1:])))
             with without_torch_function():
-                grad = torch.zeros_like(values[:0] if values.dim() else made)
-                made.grad = as_piece(grad, piece)
-            be_piece(made, piece)
-            params.append(made)
-    return {**copy.copy(group), "params": params}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN) and not isinstance(value, Tensor)
+                grad = torch.zeros_like(values[:0] if values.dim() else empty)
+                empty.grad = as_piece(grad, piece)
+            be_piece(empty, piece)
+            made.append(empty)
+    return made

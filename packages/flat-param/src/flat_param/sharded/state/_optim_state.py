@@ -32,7 +32,7 @@ from ...buffers._dtensors import is_dtensor
 from ...buffers._views import memory_order
 from ..tensor._nested import tensors_in
 from ..tensor._param_piece import ParamPiece, piece_of
-from ..tensor._piece_tensors import Piece, as_piece, plain, present
+from ..tensor._piece_tensors import Piece, as_piece, plain
 
 _LIBRARIES = ("torch.", "accelerate.", "transformers.", "peft.")
 
@@ -178,7 +178,8 @@ def _present(
         return piece.present_number(torch.tensor(value, dtype=dtype))
     if isinstance(value, Piece):
         if piece_of(value) is piece and value.shape == param.shape:
-            return present(value)
+            local = (value.detach() if value.requires_grad else value).as_subclass(Tensor)
+            return piece.present(memory_order(local, local.stride()))
         value = plain(value)  # in another shape, such as a row for each block
     if is_dtensor(value):
         return value  # loaded, and not stepped since
