@@ -6,13 +6,15 @@ import warnings
 from typing import Any
 
 import torch
-from _harness import batches, loss_of, options_of, plain, run_checks, sharded, share
+from _harness import batches, checks, loss_of, options_of, plain, sharded, share
 from torch import nn
 from torch._dynamo.utils import counters
 
 import flat_param
 
 STEPS, MANY = 4, 10
+# The compiler looks at `.grad` of everything, and torch warns of that on activations.
+warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 
 
 def losses(model: Any, rank: int, world: int) -> list[float]:
@@ -105,7 +107,4 @@ def check_sharding_compiled_blocks(rank: int, world: int) -> None:
     compare(flat_param.fully_shard(model), rank, world)
 
 
-if __name__ == "__main__":
-    # The compiler looks at `.grad` of everything, and torch warns of that on activations.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    run_checks(globals())
+run = checks(globals())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _harness import raises, run_checks, whole_state
+from _harness import checks, raises, whole_state
 from _whole import whole_bytes
 from torch import Tensor, nn
 
@@ -352,5 +352,4 @@ def check_saved_pretrained_folder_loads(rank: int, world: int) -> None:
     assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())
