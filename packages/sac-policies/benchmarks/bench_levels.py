@@ -48,6 +48,7 @@ def levels_of(model: nn.Module, batch: object) -> dict[str, tuple[int, int]]:
     step, found = Step(model, batch, loss_of), {}
     with step.trials():
         search = _Search(model, step, next(iter(_divisions(model, step))))
+        search.find()
         search._learn()
         for level in range(search._levels):
             intervals = search._intervals(level)

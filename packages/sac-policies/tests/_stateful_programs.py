@@ -10,14 +10,11 @@ return gradients and all state that is left. Run this file to compare many:
 
 from __future__ import annotations
 
-import contextlib
 import random
-import sys
-import threading
-import warnings
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy
@@ -29,7 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 from sac_policies import checkpoint
 
-from ._tape_programs import MODES, Expected, policy_of
+from . import _programs
+from ._programs import MODES, Expected
+from ._tape_programs import policy_of
 
 SIZE = 6
 Part = Callable[["Stage", Tensor], Tensor]
@@ -376,7 +375,8 @@ def outcome(seed: int, mode: str | None, uses_global: bool = True) -> list[Any]:
         _change(model, choose.choice(CHANGES), uses_global)
         retains = choose.random() < 0.2
         if choose.random() < 0.3:
-            _in_thread(sum(losses).backward, retain_graph=retains)  # type: ignore[union-attr]
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(sum(losses).backward, retain_graph=retains).result()  # type: ignore[union-attr]
         else:
             for each in losses:
                 each.backward(retain_graph=retains)
@@ -401,100 +401,33 @@ def _left(model: Model, inputs: list[Tensor], uses_global: bool) -> list[Any]:
     return found
 
 
-def _in_thread(function: Callable[..., Any], **options: Any) -> None:
-    errors: list[Exception] = []
-
-    def work() -> None:
-        try:
-            function(**options)
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-
-
-def are_equal(left: list[Any], right: list[Any]) -> bool:
-    """Whether two outcomes are bit-identical."""
-    return len(left) == len(right) and all(map(_is_equal, left, right))
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        return bool(type(a) is type(b) and a == b)
-    same = a.shape == b.shape and a.dtype == b.dtype
-    return same and torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num())
+def expected(seed: int, uses_global: bool = True) -> Expected:
+    """Train plainly, or with saved copies where autograd refuses a write."""
+    return _programs.expected(partial(outcome, seed, None, uses_global))
 
 
 def verdict(seed: int, mode: str, right: Expected) -> str:
     """Compare a program under the tape with its expected outcome."""
-    try:
-        found = outcome(seed, mode)
-    except Exception as error:
-        if not right.is_plain:
-            return "both refused"
-        return f"refused: {type(error).__name__}: {str(error)[:160]}"
-    if right.outcome is None:
-        return "plain refused"
-    return "equal" if are_equal(found, right.outcome) else "WRONG"
-
-
-def expected(seed: int, uses_global: bool = True) -> Expected:
-    """Train plainly, or with saved copies where autograd refuses a write."""
-    try:
-        return Expected(outcome(seed, None, uses_global), is_plain=True)
-    except RuntimeError as error:
-        if "modified by an inplace" not in str(error):
-            return Expected(None)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        return Expected(outcome(seed, None, uses_global))
+    return _programs.verdict(partial(outcome, seed, mode), right)
 
 
 def together(seeds: list[int], mode: str) -> list[str]:
     """Train programs in threads at the same time; compare each with a plain run before."""
     right = [expected(seed, uses_global=False) for seed in seeds]
-    verdicts = [""] * len(seeds)
 
-    def work(at: int) -> None:
-        wanted = right[at]
-        try:
-            found = outcome(seeds[at], mode, uses_global=False)
-        except Exception as error:
-            refused = f"refused: {type(error).__name__}: {error}"
-            verdicts[at] = refused if wanted.is_plain else "both refused"
-        else:
-            is_right = wanted.outcome is None or are_equal(found, wanted.outcome)
-            verdicts[at] = "equal" if is_right else "WRONG in threads"
+    def work(seed: int, wanted: Expected) -> str:
+        run = partial(outcome, seed, mode, uses_global=False)
+        return _programs.verdict(run, wanted, " in threads")
 
-    threads = [threading.Thread(target=work, args=(at,)) for at in range(len(seeds))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    return verdicts
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        return list(pool.map(work, seeds, right))
+
+
+def _verdicts(seed: int, mode: str) -> Iterator[str]:
+    yield verdict(seed, mode, expected(seed))
+    if seed % 10 == MODES.index(mode):
+        yield from (f"{each} (threads)" for each in together([seed, seed + 1, seed + 2], mode))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    first, count = int(sys.argv[1]), int(sys.argv[2])
-    modes = sys.argv[3:] or MODES
-    verdicts: Counter[str] = Counter()
-    seeds: dict[str, list[tuple[int, str]]] = {}
-    with contextlib.suppress(KeyboardInterrupt), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for seed in range(first, first + count):
-            right = expected(seed)
-            for mode in modes:
-                found = verdict(seed, mode, right)
-                verdicts[found] += 1
-                seeds.setdefault(found, []).append((seed, mode))
-            if seed % 10 == 0:
-                for found in together([seed, seed + 1, seed + 2], modes[seed // 10 % len(modes)]):
-                    verdicts[f"{found} (threads)"] += 1
-                    seeds.setdefault(f"{found} (threads)", []).append((seed, "threads"))
-    for found, times in verdicts.most_common():
-        some = "" if found in ("equal", "both refused") else seeds[found][:6]
-        print(times, found, some)
+    _programs.compare(_verdicts)

@@ -1,17 +1,16 @@
 """Random programs that write in place, take views, and differentiate inside the forward.
 
 `outcome(seed, None)` runs a program plainly, `outcome(seed, "matmuls")` in regions of the tape
-engine. Run this file to compare many: `python _tape_programs.py FIRST COUNT`.
+engine. Run this file to compare many: `python -m tests._tape_programs FIRST COUNT`.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +26,10 @@ from sac_policies import (
     save_ops,
 )
 
+from . import _programs
+from ._programs import Expected
+
 SIZE = 6
-MODES = ("nothing", "matmuls", "subset", "others")
 MATMULS = ("aten.mm", "aten.addmm", "aten.bmm")
 _OPERATORS = """
     mm addmm bmm sin cos mul add add_ mul_ view t slice select cat clone relu_ copy_ gelu tanh
@@ -471,71 +472,16 @@ def _gradients(loss: torch.Tensor, leaves: list[Any], change: str) -> list[torch
     return list(torch.autograd.grad(total, leaves, allow_unused=True))
 
 
-def are_equal(left: list[torch.Tensor | None], right: list[torch.Tensor | None]) -> bool:
-    """Whether two outcomes are bit-identical."""
-    return all(
-        a is b is None or (a is not None and b is not None and torch.equal(_bits(a), _bits(b)))
-        for a, b in zip(left, right, strict=True)
-    )
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.int32)
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The expected result of a program; None if no plain run computes it.
-
-    Attributes:
-        outcome: the correct outcome.
-        is_plain: whether plain autograd computes it; otherwise a run that saves copies does,
-            because the program writes to tensors that autograd saved.
-    """
-
-    outcome: list[torch.Tensor | None] | None
-    is_plain: bool = False
-
-
 def expected(seed: int) -> Expected:
     """Run a program plainly, or with saved copies where autograd refuses it."""
-    try:
-        return Expected(outcome(seed, None), is_plain=True)
-    except Exception as error:
-        if "modified by an inplace" not in str(error) or change_of(seed).startswith("write"):
-            return Expected(None)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-            return Expected(outcome(seed, None))
-    except Exception:
-        return Expected(None)
+    writes = change_of(seed).startswith("write")
+    return _programs.expected(partial(outcome, seed, None), copies=not writes)
 
 
 def verdict(seed: int, mode: str, right: Expected) -> str:
     """Compare a program under the tape with its expected outcome."""
-    try:
-        found = outcome(seed, mode)
-    except Exception as error:
-        if not right.is_plain:
-            return "both refused"
-        return f"refused after {change_of(seed)}: {type(error).__name__}: {str(error)[:160]}"
-    if right.outcome is None:
-        return "plain refused"
-    return "equal" if are_equal(found, right.outcome) else f"WRONG, {change_of(seed)}"
+    return _programs.verdict(partial(outcome, seed, mode), right, f" after {change_of(seed)}")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    first, count = int(sys.argv[1]), int(sys.argv[2])
-    modes = sys.argv[3:] or MODES
-    verdicts: Counter[str] = Counter()
-    seeds: dict[str, list[tuple[int, str]]] = {}
-    for seed in range(first, first + count):
-        right = expected(seed)
-        for mode in modes:
-            found = verdict(seed, mode, right)
-            verdicts[found] += 1
-            seeds.setdefault(found, []).append((seed, mode))
-    for found, times in verdicts.most_common():
-        some = "" if found in ("equal", "both refused") else seeds[found][:4]
-        print(times, found, some)
+    _programs.compare(lambda seed, mode: iter([verdict(seed, mode, expected(seed))]))

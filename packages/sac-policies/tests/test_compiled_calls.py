@@ -299,7 +299,14 @@ class Stateful(nn.Module):
         return self.last(self.scaled(self.norm(self.first(x)), cache))
 
 
-@pytest.mark.parametrize("policy", [recompute_all(), save_ops(MATMULS), save_modules("first")])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        recompute_all(),
+        pytest.param(save_ops(MATMULS), marks=pytest.mark.nightly),
+        pytest.param(save_modules("first"), marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("kind", ["writes", "replaces", "argument", "training"])
 def test_compiled_module_that_writes_does_so_once(kind, policy):
     """It is not run again; one that only reads in evaluation mode is."""

@@ -125,22 +125,6 @@ def test_what_cannot_fit_leaves_the_model_and_says_what_would() -> None:
     assert isinstance(again, InPlaceFit)
 
 
-def test_an_interrupt_leaves_the_model_as_it_was() -> None:
-    """The interrupt may come in any of the steps."""
-    for at in range(1, 5):
-        model, calls = stack(2), count(1)
-
-        def loss(out: Any, calls: Any = calls, at: int = at) -> torch.Tensor:
-            if next(calls) == at:
-                raise KeyboardInterrupt
-            return out["scores"].sum()
-
-        with pytest.raises(KeyboardInterrupt):
-            fit_(model, ROWS, "50%", loss=loss)
-        assert own_forwards(model) == []
-        assert all(p.grad is None for p in model.parameters())
-
-
 @pytest.mark.parametrize("at", range(3, 10, 2))
 def test_an_interrupt_while_everything_is_put_back_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, at: int

@@ -164,13 +164,3 @@ def test_modes_and_generators_inside_a_region_are_bit_identical(between, policy)
     """They act when forward runs; backward neither sets a mode nor draws a number."""
     torch.manual_seed(0)
     compare(Block(between), policy)
-
-
-def test_backward_leaves_own_generator():
-    """Its state after backward is that after forward."""
-    own = torch.Generator().manual_seed(5)
-    x = torch.ones(4, requires_grad=True)
-    out = checkpoint(lambda x: (x * torch.rand(4, generator=own)).sin(), x, policy=recompute_all())
-    state = own.get_state()
-    out.sum().backward()
-    assert torch.equal(own.get_state(), state)

@@ -75,7 +75,9 @@ def test_several_outputs_begin_backward_once() -> None:
 
 def _search(model: nn.Module, step: Step) -> _Search:
     """A search over the outermost blocks."""
-    return _Search(model, step, next(iter(_divisions(model, step))))
+    search = _Search(model, step, next(iter(_divisions(model, step))))
+    search.find()
+    return search
 
 
 @pytest.mark.parametrize("kind", [Stack, nn.Sequential])

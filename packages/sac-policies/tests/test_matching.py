@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sac_policies import MATMULS, PolicyError, save_ops
+from sac_policies.policies import _matching
 from sac_policies.policies._matching import entry_of, is_named, unmatched_entries
 
 aten = torch.ops.aten
@@ -118,3 +119,19 @@ def test_entries_are_unmatched_only_together():
 def test_namespace_that_is_no_name_of_cxx_is_taken_for_not_imported():
     """Torch cannot look up such a packet; the entry remains, and warns if it never matches."""
     assert entry_of("other.1", where="here") == "other.1"
+
+
+def test_registered_operators_are_listed_only_for_names_that_are_none(monkeypatch):
+    """Policies are made often, for example in each step; listing all operators of torch is slow."""
+    listed = []
+
+    def listing():
+        listed.append(True)
+        return ["aten::mm"]
+
+    monkeypatch.setattr(_matching, "registered_operators", listing)
+    save_ops("aten.mm", "aten.add.Tensor", "aten::sin", "aten.s*", "@matmuls")
+    assert not listed
+    with pytest.raises(PolicyError, match=r"Did you mean 'aten\.mm'"):
+        save_ops("aten.mmm")
+    assert listed

@@ -246,6 +246,38 @@ class TestModel:
         assert all(map(torch.equal, *found))
 
     @pytest.mark.parametrize("costs", [{}, SLOW], ids=["quick", "slow"])
+    def test_region_on_another_stream_has_plain_gradients(self, costs):
+        """Copies are complete when they are read; backward runs on the stream of forward."""
+        found = []
+        for offloads in (False, True):
+            model, x = chain(2, offloads=offloads), given()
+            simulate(**costs)
+            main, side = torch.accelerator.current_stream(), torch.Stream(KIND)
+            side.wait_stream(main)
+            with side:
+                out = model(x)
+            main.wait_stream(side)
+            out.record_stream(main)
+            out.square().sum().backward()
+            torch.accelerator.synchronize()
+            found.append([t.grad.cpu() for t in (x, *model.parameters())])
+        assert all(map(torch.equal, *found))
+
+    def test_what_is_offloaded_is_pinned(self, monkeypatch):
+        """Copies to unpinned memory would block the host."""
+        pinned, real = [], torch.empty_like
+
+        def empty_like(tensor, **options):
+            if options.get("device") == "cpu":
+                pinned.append(options.get("pin_memory"))
+            return real(tensor, **options)
+
+        monkeypatch.setattr(torch, "empty_like", empty_like)
+        chain(1, offloads=True)(given()).sum().backward()
+        assert pinned
+        assert all(pinned)
+
+    @pytest.mark.parametrize("costs", [{}, SLOW], ids=["quick", "slow"])
     def test_a_change_of_an_output_is_an_error_however_far_its_copy_is(self, costs):
         """The same error as for a value that stays on the device."""
         x = given()
@@ -335,9 +367,3 @@ def test_each_thread_has_its_own_values_that_leave():
     thread.join()
     assert there == [False]
     assert mine.region_ended()
-
-
-def test_stats_are_a_value():
-    """Stats count this process; they are zero on a CPU."""
-    assert isinstance(sp.offload_stats(), sp.reports.OffloadStats)
-    assert sp.offload_stats() == sp.offload_stats()

@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields, is_dataclass
+from dataclasses import is_dataclass
 
 import pytest
 
@@ -35,17 +35,6 @@ def test_records_are_frozen():
         found |= {kind for kind in members if inspect.isclass(kind) and is_dataclass(kind)}
     assert sac_policies.budget.BudgetPlan in found
     assert [kind for kind in found if not kind.__dataclass_params__.frozen] == []
-
-
-def test_what_others_may_hold_never_changes():
-    """Rules, plans, traces and findings are looked up by value, so their fields cannot be set."""
-    records = [each for _, each in public() if isinstance(each, type) and is_dataclass(each)]
-    assert len(records) > 8
-    for record in records:
-        made = object.__new__(record)
-        for field in fields(record):
-            with pytest.raises(FrozenInstanceError):
-                setattr(made, field.name, None)
 
 
 def test_import_loads_what_is_used_and_nothing_else():

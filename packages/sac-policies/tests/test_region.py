@@ -207,22 +207,6 @@ def test_region_inside_a_checkpoint_of_torch(function, early_stop):
             assert torch.equal(found[0], expected)
 
 
-@pytest.mark.parametrize("size", [6, 96])
-@pytest.mark.parametrize("writes", [(True, True), (False, True)], ids=["always", "later"])
-def test_value_is_written_past_its_version_counter(writes, size):
-    """In every forward or in the second only: gradients are plain, or an error is raised."""
-    x = leaf(size, size)
-    for write in writes:
-        expected = torch.autograd.grad(clamped(x, write).sum(), x)[0]
-        out = replay(clamped, x, write)
-        try:
-            found = torch.autograd.grad(out.sum(), x)[0]
-        except RuntimeError:
-            assert write
-            continue
-        assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("policy", [[], ["aten.mul"]], ids=["nothing", "products"])
 @pytest.mark.parametrize("is_view", [False, True], ids=["whole", "view"])
 @pytest.mark.parametrize("is_first", [False, True], ids=["after", "before"])

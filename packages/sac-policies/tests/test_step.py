@@ -170,44 +170,6 @@ def test_device_is_that_of_the_parameters_or_the_cpu() -> None:
     assert made(model=nn.Linear(2, 2, device="meta")).device == torch.device("meta")
 
 
-def test_interrupted_step_leaves_the_model_as_it_was() -> None:
-    """Gradient objects, buffer values and the random state are restored."""
-    model = Wide()
-    model.extra = nn.Parameter(torch.ones(1))
-    grad = model.weight.grad = torch.full((256,), 5.0)
-    state = torch.get_rng_state()
-
-    def interrupted(out: torch.Tensor) -> torch.Tensor:
-        (out * model.extra).sum().backward()
-        model.table.add_(1)
-        torch.rand(3)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(made(torch.ones(64), loss=interrupted, model=model))
-    assert model.weight.grad is grad
-    assert torch.equal(grad, torch.full((256,), 5.0))
-    assert model.extra.grad is None
-    assert torch.equal(model.table, torch.ones(512))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_measured_model_is_left_as_it_was() -> None:
-    """Gradients, buffers and random state."""
-    model, x = (
-        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)),
-        torch.randn(16, 8),
-    )
-    model(x).sum().backward()
-    grads = [p.grad for p in model.parameters()]
-    values = [each.clone() for each in (*grads, *model.buffers())]
-    state = torch.get_rng_state()
-    fit_(model, x, 1.0)
-    assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
-    assert all(map(torch.equal, (*grads, *model.buffers()), values))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_gradients_are_on_inside_whatever_is_around() -> None:
     """Gradients are enabled even under no_grad: a step includes backward."""
     with torch.no_grad(), made().trials():

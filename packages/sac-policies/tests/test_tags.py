@@ -57,8 +57,8 @@ POLICIES = {
 }
 
 
-COMBINED = {"union", "intersection", "complement", "all but a name", "names but one", "scoped"}
-"""Tested at night: a combination has the answers of its rules in any engine."""
+BY_DAY = {"save_ops", "save_named", "save_modules", "save_by_bytes", "recompute_all"}
+"""One policy of each kind of fact that a rule reads; the others are tested at night."""
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def _tagged(function, *args):
 @pytest.mark.parametrize(
     "policy",
     [
-        pytest.param(policy, id=name, marks=[pytest.mark.nightly] * (name in COMBINED))
+        pytest.param(policy, id=name, marks=[pytest.mark.nightly] * (name not in BY_DAY))
         for name, policy in POLICIES.items()
     ],
 )
@@ -197,32 +197,24 @@ def test_offload_is_refused_under_compile(make_block, x):
         torch.compile(run, backend="aot_eager", fullgraph=True)(x)
 
 
-def test_another_policy_compiles_again():
+@pytest.mark.parametrize("way", ["policy", "context_fn"])
+def test_another_policy_compiles_again(way):
     """Two policies with one function compile separately; the first one's code is reused."""
     x = torch.linspace(0, 1, 16).reshape(4, 4).requires_grad_()
 
-    def run(t, policy):
-        return checkpoint(lambda p: (p @ p).sin(), t, policy=policy)
-
-    compiled, graphs = _counted(run)
-    saves, recomputes = save_ops("aten.mm"), recompute_all()
-    for policy in (saves, recomputes, saves):
-        compiled(x, policy).sum().backward()
-    assert [len(graph) for graph in graphs] == [2, 3]
-
-
-def test_context_fn_of_another_policy_compiles_again():
-    """Also if the policy is in a context_fn, with or without a module."""
-    x = torch.linspace(0, 1, 16).reshape(4, 4).requires_grad_()
+    def body(t):
+        return (t @ t).sin()
 
     def run(t, made):
-        return torch_checkpoint(lambda p: (p @ p).sin(), t, use_reentrant=False, context_fn=made)
+        if way == "policy":
+            return checkpoint(body, t, policy=made)
+        return torch_checkpoint(body, t, use_reentrant=False, context_fn=made)
 
     compiled, graphs = _counted(run)
-    for policy in (save_ops("aten.mm"), recompute_all()):
-        made = context_fn(policy)
-        compiled(x, made).sum().backward()
-        compiled(x, made).sum().backward()
+    made = [save_ops("aten.mm"), recompute_all()]
+    made = made if way == "policy" else list(map(context_fn, made))
+    for each in (*made, *made):
+        compiled(x, each).sum().backward()
     assert [len(graph) for graph in graphs] == [2, 3]
 
 
@@ -270,3 +262,13 @@ def test_what_was_traced_is_handed_back_and_not_traced_again(x):
     assert [each.data_ptr() for each in back] == [each.data_ptr() for each in made]
     assert len({each.data_ptr() for each in (*made, more)}) == 4
     assert torch.equal(more, made[-1])
+
+
+def test_compiled_region_has_gradients_of_eager_code(make_block, x, gradients):
+    """With every second matmul saved."""
+    block, policy = make_block(), POLICIES["save_every_nth"]
+    compiled = torch.compile(
+        lambda t: checkpoint(block, t, policy=policy), backend="aot_eager_decomp_partition"
+    )
+    wanted = gradients(block, x, module=block)
+    torch.testing.assert_close(gradients(compiled, x, module=block), wanted)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from sac_policies import BudgetError, fit_, report, save_ops
-from sac_policies.trials._batches import tensors_behind
 
 np = pytest.importorskip("numpy")
 
@@ -484,14 +483,6 @@ def test_step_around_a_pending_graph_can_run_its_backward() -> None:
     pending = model.eval()(X.view(-1, 16)).sum()
     assert fit_(model.train(), X.view(-1, 16), 1.0)
     pending.backward()
-
-
-def test_tensors_of_objects_are_found() -> None:
-    """In attributes and containers; not those of modules."""
-    held = Inputs(torch.ones(2))
-    held.log.append({"a": (torch.ones(3),)})
-    held.module = nn.Linear(2, 2)
-    assert [each.numel() for each in tensors_behind(held)] == [2, 3]
 
 
 def test_module_with_an_iterator_is_refused() -> None:

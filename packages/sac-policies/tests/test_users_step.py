@@ -52,7 +52,9 @@ def test_step_of_a_loss_is_measured_as_without_step() -> None:
     assert (found.plain_bytes, found.budget_bytes) == (same.plain_bytes, same.budget_bytes)
 
 
-@pytest.mark.parametrize("budget", ["90%", "70%", "60%"])
+@pytest.mark.parametrize(
+    "budget", ["90%", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("70%", "60%"))]
+)
 def test_accumulation_fits_as_predicted(budget: str) -> None:
     """The parts keep their values one after the other, and gradients from the first part on."""
     model, plain = stack(), stack()

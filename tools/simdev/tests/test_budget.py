@@ -40,7 +40,9 @@ def _trials_end():
 def _search(model, step):
     """Over the outermost blocks; trials may run until the test ends."""
     _OPEN.enter_context(step.trials())
-    return _Search(model, step, next(iter(_divisions(model, step))))
+    search = _Search(model, step, next(iter(_divisions(model, step))))
+    search.find()
+    return search
 
 
 def forward_of(intervals):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +14,14 @@ from ._checkpoint import check_call, own_arguments
 from ._errors import EngineError
 from ._frames import user_line
 from ._torch_compat import is_traced
-from .eager import _tape as tape
 from .eager._moved import OffloadStats
-from .eager._observed import Observed
+from .eager._reading import Reading
 from .policies._catalogue import ATTENTION, CONVOLUTIONS, MATMULS, Group
 from .policies._decisions import Answer, Decision
 from .policies._flops import flops_of
 from .policies._functions import PolicyLike, as_policy
-from .policies._policies import DEPENDS, Constant, Policy
-from .policies._views import Operator, OpView
+from .policies._policies import Policy
+from .policies._views import OpView
 from .trials._batches import tensors_behind
 from .trials._rollback import Rollback
 
@@ -167,37 +167,6 @@ def _bytes(count: int) -> str:
     return f"{size:,.1f} {unit}"
 
 
-@dataclass(frozen=True, eq=False)
-class _RecordingPolicy(Policy):
-    """A wrapper of a policy that records its calls and answers."""
-
-    inner: Policy
-    rows: list[Row] = field(default_factory=list)
-
-    def decide(self, view: OpView) -> Answer:
-        answer = self.inner.decide(view)
-        self.rows.append(_row(self.inner, view, answer))
-        return answer
-
-    def constant(self, op: Operator) -> Constant:
-        """Return DEPENDS, so that the policy is called every time."""
-        del op
-        return DEPENDS
-
-    @property
-    def offloads(self) -> bool:
-        return self.inner.offloads
-
-    @property
-    def reads_modules(self) -> bool:
-        return self.inner.reads_modules
-
-    @property
-    def reads_names(self) -> bool:
-        """Return True, so that names have rows for any policy."""
-        return True
-
-
 def _row(policy: Policy, view: OpView, answer: Answer) -> Row:
     return Row(
         op=str(view.op),
@@ -252,18 +221,17 @@ def report(function: Callable[..., Any], *args: Any, policy: PolicyLike, **kwarg
             "sac_policies.report: gradients are off or the code is being compiled, but a report "
             "reads what an eager forward saves for backward. Call it outside of both."
         )
-    recorded, observed = _RecordingPolicy(wanted), Observed()
+    reading = Reading(wanted, partial(_row, wanted), names=True)
     own = own_arguments(kwargs)
     given = (*args, *own.values())
     with Rollback(function, *given, tensors=tensors_behind(given)) as rollback, rollback.watching():
-        out = tape.run(function, args, own, recorded, "none", observed)
-    held = observed.held()
+        tape, out = reading.read(function, args, own)
+    held = tape.held_bytes()
     del out
     rows = []
-    for row in recorded.rows:
-        call = row.op, row.index
-        size_bytes, why = held.get(call, (0, ""))
-        keeps = row.decision.keeps
-        read = size_bytes > 0 or call in observed.moved_from if keeps else None
-        rows.append(replace(row, read=read, held_bytes=size_bytes, why="" if keeps else why))
-    return Report(tuple(rows), sum(size for size, _ in held.values()))
+    for at, call in enumerate(reading.calls):
+        size, keeps = held.get(at, 0), call.said.decision.keeps
+        read = (size > 0 or call.is_moved) if keeps else None
+        why = call.why if size and not keeps else ""
+        rows.append(replace(call.said, read=read, held_bytes=size, why=why))
+    return Report(tuple(rows), sum(held.values()))

@@ -259,23 +259,31 @@ class _Search:
     ) -> None:
         self._model, self._step, self._division = model, step, division
         self._progress = progress or Progress(quiet=True)
-        regions = division.regions
+        self._regions, self._idle = list[Candidate](), list[Candidate]()
+        count = RECOMPUTES + 1 if step.device.type == "cpu" else len(LEVELS)
+        self._usable = list(range(count))
+        self._rounds: list[tuple[int, int]] = []
+        self._tried: dict[int, list[str]] = {}
+
+    def find(self) -> None:
+        """Run a step that finds the blocks that it calls, and their operators. Collective.
+
+        Raises:
+            BudgetError: a block is inside of compiled code, ranks have other blocks, or the user's
+                step calls none.
+        """
+        model, step, regions = self._model, self._step, self._division.regions
         check_compiled(model, regions)
-        division.put()
-        try:
-            with (
-                self._progress.step("which finds blocks"),
-                Operators(regions) as operators,
-                recomputed_in(model) as recomputed,
-            ):
-                step.run()
-        except BaseException:
-            division.undo()
-            raise
+        self._division.put()
+        with (
+            self._progress.step("which finds blocks"),
+            Operators(regions) as operators,
+            recomputed_in(model) as recomputed,
+        ):
+            step.run()
         self._elsewhere = said_of(model, regions, recomputed)
         self._cause = self._elsewhere or _why_little(model, regions, operators)
         if step.is_users and not operators.of:
-            division.undo()
             raise BudgetError(
                 f"sac_policies.fit_: step called none of the model's {len(regions)} blocks "
                 f"({regions[0][0] or 'the model'}, ...), but these are checkpointed. Call the "
@@ -290,10 +298,6 @@ class _Search:
             if path not in operators.of
         ]
         check_equal(repr(ran), what="block")
-        count = RECOMPUTES + 1 if step.device.type == "cpu" else len(LEVELS)
-        self._usable = list(range(count))
-        self._rounds: list[tuple[int, int]] = []
-        self._tried: dict[int, list[str]] = {}
 
     @property
     def _levels(self) -> int:
@@ -302,6 +306,7 @@ class _Search:
 
     def run(self, limit: Limit) -> InPlaceFit | Infeasible:
         """Measure each level, choose a mixture, and measure it."""
+        self.find()
         count = len(self._regions)
         intervals = [self._intervals(0)]
         peaks = [self._peak(intervals[0])]
@@ -450,13 +455,26 @@ class _Search:
 
     def put(self, choice: Sequence[int]) -> tuple[RegionFit, ...]:
         """Put each region on its level, given by its position among the usable ones."""
-        warns = not self._elsewhere  # else the result says so
         for region, level in zip(self._idle, self._idle_levels(choice), strict=True):
-            _put(region, level, warns)
+            self._put(region, level)
         return tuple(
-            _put(region, self._usable[at], warns)
+            self._put(region, self._usable[at])
             for region, at in zip(self._regions, choice, strict=True)
         )
+
+    def _put(self, region: Candidate, level: int) -> RegionFit:
+        does = region.at(level)
+        release(region.module)
+        if does.policy is None:
+            return does
+        if region.is_compiled:
+            Tagged(region.module, policy=does.policy).put()
+        else:
+            lag_bytes = region.hidden_bytes if level == HIDDEN_AWAY else 0
+            checkpointed = Checkpointed(region.module, policy=does.policy, lag_bytes=lag_bytes)
+            checkpointed.has_warned = bool(self._elsewhere)  # the result says so
+            checkpointed.put()
+        return does
 
     def _idle_levels(self, choice: Sequence[int]) -> list[int]:
         """Return for each idle block the level that keeps least among blocks of its class."""
@@ -479,21 +497,6 @@ def _why_little(
         kind = type(model).__name__
         return f"{kind} has no modules that repeat and have parts, so it is one block as a whole"
     return ""
-
-
-def _put(region: Candidate, level: int, warns: bool) -> RegionFit:
-    does = region.at(level)
-    release(region.module)
-    if does.policy is None:
-        return does
-    if region.is_compiled:
-        Tagged(region.module, policy=does.policy).put()
-    else:
-        lag_bytes = region.hidden_bytes if level == HIDDEN_AWAY else 0
-        checkpointed = Checkpointed(region.module, policy=does.policy, lag_bytes=lag_bytes)
-        checkpointed.has_warned = not warns
-        checkpointed.put()
-    return does
 
 
 def _candidate(path: str, module: nn.Module, operators: Iterable[Any]) -> Candidate:

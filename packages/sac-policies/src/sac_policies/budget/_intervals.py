@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,23 +27,12 @@ from .._tensors import tensors_in
 from .._torch_compat import backward_id
 from .._torch_compat._module_calls import around_calls
 from ._choose import Option, cheapest
-from ._measure import Interval, highest
+from ._measure import Interval, Key, Marks, highest, tail_of
 from ._offloaded import Offloaded
-
-IntervalT = TypeVar("IntervalT", bound=Interval)
-Key = tuple[int, int, bool | None]
-"""Number of a region, number of its call, whether it is in backward; None after its forward."""
-
-
-class Marker(Protocol):
-    """Divides a step into intervals."""
-
-    def mark(self, key: Any) -> None:
-        """Begin an interval."""
 
 
 @contextmanager
-def marked(regions: Sequence[nn.Module], marks: Marker) -> Iterator[None]:
+def marked(regions: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
     """Mark the beginning of each region, in forward and backward, with its `Key`."""
     calls = [0] * len(regions)
 
@@ -74,7 +63,7 @@ def marked(regions: Sequence[nn.Module], marks: Marker) -> Iterator[None]:
         yield
 
 
-class Steps(Generic[IntervalT]):
+class Steps:
     """One measured step per level, the plain one first.
 
     Args:
@@ -83,16 +72,11 @@ class Steps(Generic[IntervalT]):
         measured: by level, the intervals in order; that before the first region has the key None.
     """
 
-    def __init__(
-        self,
-        kinds: Sequence[object],
-        measured: Sequence[Sequence[IntervalT]],
-    ) -> None:
+    def __init__(self, kinds: Sequence[object], measured: Sequence[Sequence[Interval]]) -> None:
         self._plain = measured[0]
         self._by_level = [{each.key: each for each in one} for one in measured]
         self._count = len(kinds)
-        ends = [each.key for each in self._plain if _region_of(each.key) and each.key[2] is None]
-        self._tail: Key | None = ends[-1] if ends else None
+        self._tail: Key | None = tail_of(each.key for each in self._plain)
         self._largest = largest_pass(self._plain)
         self._keys = {each.key for each in self._largest}
         self._offloaded = Offloaded(measured)
@@ -102,7 +86,7 @@ class Steps(Generic[IntervalT]):
         ]
         self.costs = self._costs(kinds, measured)
 
-    def mixture(self, choice: Sequence[int]) -> Iterator[IntervalT]:
+    def mixture(self, choice: Sequence[int]) -> Iterator[Interval]:
         """Yield the intervals of a step with the levels of `choice`."""
         for plain in self._plain:
             yield self._interval_of(plain, choice)
@@ -138,7 +122,7 @@ class Steps(Generic[IntervalT]):
                 best, allowed = choice, self.growth(choice)
         return best
 
-    def _interval_of(self, plain: IntervalT, choice: Sequence[int]) -> IntervalT:
+    def _interval_of(self, plain: Interval, choice: Sequence[int]) -> Interval:
         if plain.key == self._tail and plain.key is not None:
             level = choice[plain.key[0]]
             held = self._held_longer(choice) - self._left[level]

@@ -1,4 +1,8 @@
-"""Measures the memory and time that a step takes between marks."""
+"""Measures the memory and time that a step takes between marks.
+
+`Marks` divides a step. A source observes it: the CPU profiler and the fake tensors of `plan` list
+each allocation, an accelerator has totals. Lists tell also by whom and for what memory was taken.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,13 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import sub
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.profiler import profile, record_function
@@ -25,7 +29,7 @@ from .._torch_compat import storage_key
 from ..eager._moved import counters, measured
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
-_MARK = "sac_policies.mark:"
+_MARK = "sac_policies.mark"
 
 
 class Moved(NamedTuple):
@@ -45,6 +49,10 @@ class Moved(NamedTuple):
 _NOTHING = Moved()
 
 
+Key = tuple[int, int, bool | None]
+"""Number of a region, number of its call, whether it is in backward; None after its forward."""
+
+
 @dataclass(frozen=True)
 class Interval:
     """Memory and time between one mark and the next.
@@ -53,9 +61,12 @@ class Interval:
         key: of the mark; None before the first.
         grown: bytes in use at its end, minus those at its start.
         most: peak bytes in use, minus those at its start; at least 0.
-        freed: on CPU, bytes of earlier intervals that it freed, by number of the interval.
+        freed: bytes of earlier intervals that it freed, by number of the interval; None from an
+            accelerator, as are the last two.
         moved: bytes that were offloaded.
         ns: nanoseconds that it took.
+        gradients: bytes of parameters' gradients in `grown` and in `most`.
+        logits: bytes of logits and loss in `grown` and in `most`: memory of the tail.
     """
 
     key: Any
@@ -64,81 +75,140 @@ class Interval:
     freed: Mapping[int, int] | None = None
     moved: Moved = _NOTHING
     ns: int = 0
+    gradients: tuple[int, int] = (0, 0)
+    logits: tuple[int, int] = (0, 0)
+
+
+def tail_of(keys: Iterable[Any]) -> Key | None:
+    """Return the key of the tail, which begins after the last forward of a region.
+
+    Example:
+        >>> tail_of([None, (0, 0, False), (0, 0, None), "backward", (0, 0, True)])
+        (0, 0, None)
+    """
+    ends = [key for key in keys if isinstance(key, tuple) and key[-1] is None]
+    return ends[-1] if ends else None
+
+
+Event = tuple[int, int | None] | None
+"""Address and bytes of an allocation, or of a release as a negative number. With None, the memory
+there is a parameter's gradient. A mark is None."""
+
+
+class Source(Protocol):
+    """Observes the memory and time of a step."""
+
+    def mark(self) -> None:
+        """Note the end of an interval and the beginning of the next."""
+
+    def run(self, step: Callable[[], object]) -> None:
+        """Run a step whose first and last act is a mark."""
+
+    def intervals(self, keys: Sequence[Any]) -> list[Interval]:
+        """Return the intervals between the marks."""
 
 
 class Marks:
     """Divides the memory and time of a step at marks.
 
-    On the CPU the clock is the thread's CPU time, so other processes do not count; backward runs in
-    the calling thread. An accelerator is synchronized at each mark.
-
     Args:
-        device: where the step allocates; CPU, or an accelerator with CUDA's memory statistics.
+        source: the source, or the device where the step allocates: a CPU, or an accelerator with
+            CUDA's memory statistics.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, source: Source | torch.device) -> None:
+        if isinstance(source, torch.device):
+            source = ProfiledCpu() if source.type == "cpu" else Totals(source)
+        self._source = source
         self._keys: list[Any] = [None]
-        self._read: list[_Reading] = []
-        self._memory = None if device.type == "cpu" else getattr(torch, device.type)
 
     def mark(self, key: Any) -> None:
         """Begin an interval."""
-        if self._memory is None:
-            with record_function(f"{_MARK}{len(self._keys)}"):
-                pass
         self._keys.append(key)
-        self._note()
+        self._source.mark()
 
     def intervals(self, step: Callable[[], object]) -> list[Interval]:
         """Run a step; return the memory and time of each interval between marks.
 
-        Temporaries inside operators count. On CPU, memory from before that the step frees is left
-        out, and times include the profiler's.
+        Memory from before that the step frees is left out, except on an accelerator.
         """
 
-        def noted() -> None:
-            with no_collection():
-                self._note()
-                step()
-                self._note()
+        def divided() -> None:
+            self._source.mark()
+            step()
+            self._source.mark()
 
-        if self._memory is None:
-            sizes = _divided(_changes(noted))
-        else:
-            with measured():
-                noted()
-            sizes = [
-                (end.now - start.now, max(0, end.most - start.now), None)
-                for start, end in pairwise(self._read)
-            ]
-        return [
-            Interval(key, *size, Moved(*map(sub, end.moved, start.moved)), end.ns - start.ns)
-            for key, size, (start, end) in zip(
-                self._keys, sizes, pairwise(self._read), strict=False
-            )
-        ]
+        with no_collection():
+            self._source.run(divided)
+            return self._source.intervals(self._keys)
 
-    def _note(self) -> None:
-        """Record the time, and on accelerators bytes in use, their peak, and copies."""
+
+class ProfiledCpu:
+    """Memory of the CPU, with temporaries inside operators.
+
+    The clock is the thread's CPU time, so other processes do not count; it includes the profiler's.
+    Backward runs in the calling thread.
+    """
+
+    def __init__(self) -> None:
+        self._times: list[int] = []
+        self._events: list[Event] = []
+
+    def mark(self) -> None:
+        with record_function(_MARK):
+            pass
+        self._times.append(time.thread_time_ns())
+
+    def run(self, step: Callable[[], object]) -> None:
+        # `torch.profiler` is not used: in torch 2.11 it warns unless it creates an object per
+        # event.
+        with _quiet(), profile(profile_memory=True, use_kineto=True) as profiler:
+            step()
+        self._events = _read(profiler)
+
+    def intervals(self, keys: Sequence[Any]) -> list[Interval]:
+        return accounted(self._events, keys, self._times)
+
+
+class Totals:
+    """Bytes in use of an accelerator, and their peak; it is synchronized at each mark."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._memory = device, getattr(torch, device.type)
+        self._marks: list[_Totals] = []
+
+    def mark(self) -> None:
         memory, device = self._memory, self._device
-        if memory is None:
-            self._read.append(_Reading(time.thread_time_ns()))
-            return
         memory.synchronize(device)
         moved = Moved(counters.bytes_out, counters.bytes_in, counters.bytes_unread)
         now, most = memory.memory_allocated(device), memory.max_memory_allocated(device)
-        self._read.append(_Reading(time.perf_counter_ns(), now, most, moved))
+        self._marks.append(_Totals(time.perf_counter_ns(), now, most, moved))
         memory.reset_peak_memory_stats(device)
 
+    def run(self, step: Callable[[], object]) -> None:
+        with measured():
+            step()
 
-class _Reading(NamedTuple):
-    """Time, bytes in use, their peak since the last reading, and copies so far."""
+    def intervals(self, keys: Sequence[Any]) -> list[Interval]:
+        return [
+            Interval(
+                key,
+                end.now - start.now,
+                max(0, end.most - start.now),
+                moved=Moved(*map(sub, end.moved, start.moved)),
+                ns=end.ns - start.ns,
+            )
+            for key, (start, end) in zip(keys, pairwise(self._marks), strict=True)
+        ]
+
+
+class _Totals(NamedTuple):
+    """Time, bytes in use, their peak since the last mark, and copies so far."""
 
     ns: int
-    now: int = 0
-    most: int = 0
-    moved: Moved = _NOTHING
+    now: int
+    most: int
+    moved: Moved
 
 
 @contextmanager
@@ -196,31 +266,19 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None], *, device: torch.devic
     return sum({storage_key(each): bytes_under(each) for each in here}.values())
 
 
-def _changes(step: Callable[[], object]) -> list[tuple[int, int] | None]:
-    """Address and bytes of each allocation (positive) and release (negative) on the CPU.
-
-    Marks are None.
-    """
-    # `torch.profiler` is not used: in torch 2.11 it warns unless it creates an object per event.
-    with _quiet(), profile(profile_memory=True, use_kineto=True) as profiler:
-        step()
-    with no_collection():  # these events would trigger many collections
-        return _read(profiler)
-
-
-def _read(profiler: profile) -> list[tuple[int, int] | None]:
+def _read(profiler: profile) -> list[Event]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    found: list[tuple[float, tuple[int, int] | None]] = []
+    found: list[tuple[float, Event]] = []
     for event in events:
         name, args = event.get("name", ""), event.get("args", {})
         if name == "[memory]" and not args.get("Device Type"):  # of the CPU
             found.append((event["ts"], (args["Addr"], args["Bytes"])))
-        elif name.startswith(_MARK):
+        elif name == _MARK:
             found.append((event["ts"], None))
-    return [change for _, change in sorted(found, key=lambda each: each[0])]
+    return [event for _, event in sorted(found, key=lambda each: each[0])]
 
 
 @contextmanager
@@ -239,33 +297,48 @@ def _quiet() -> Iterator[None]:
         os.environ.pop(_LOG_LEVEL, None)
 
 
-def _divided(
-    changes: Iterable[tuple[int, int] | None],
-) -> list[tuple[int, int, Counter[int] | None]]:
-    """Return for each interval its growth, its peak, and the bytes that it freed.
+_OTHER, _GRADIENTS, _LOGITS = range(3)
 
-    Freed bytes are counted by the interval that allocated them; older memory is left out.
+
+def accounted(events: Iterable[Event], keys: Sequence[Any], times: Sequence[int]) -> list[Interval]:
+    """Return the intervals between the marks among the events.
+
+    Args:
+        events: with one mark more than there are keys.
+        keys: keys of the intervals.
+        times: of the marks, in nanoseconds.
 
     Example:
-        >>> _divided([(1, 8), (9, -64), (1, -8), (2, 8), None, (1, 16), (2, -8)])
+        >>> events = [None, (1, 8), (9, -64), (1, -8), (2, 8), None, (1, 16), (2, -8), None]
+        >>> [(each.grown, each.most, each.freed) for each in accounted(events, "ab", (0, 1, 2))]
         [(8, 8, Counter()), (8, 16, Counter({0: 8}))]
     """
-    alive: dict[int, tuple[int, int]] = {}
-    found: list[tuple[int, int, Counter[int] | None]] = []
-    now = top = 0
-    freed: Counter[int] = Counter()
-    for change in (*changes, None):
-        if change is None:
-            found.append((now, top, freed))
-            now, top, freed = 0, 0, Counter()
+    at_tail = len(keys) if (tail := tail_of(keys)) is None else keys.index(tail)
+    alive: dict[int, tuple[int, int, int]] = {}  # by address: bytes, interval, cause
+    found: list[Interval] = []
+    number, now, top, freed = -1, [0, 0, 0], [0, 0, 0], Counter[int]()
+    for event in events:
+        if event is None:
+            if number >= 0:
+                ns = times[number + 1] - times[number]
+                causes = list(zip(now, top, strict=True))[_GRADIENTS:]
+                found.append(
+                    Interval(keys[number], sum(now), sum(top), freed, _NOTHING, ns, *causes)
+                )
+            number, now, top, freed = number + 1, [0, 0, 0], [0, 0, 0], Counter()
             continue
-        address, grown = change
-        size, made = alive.pop(address, (0, -1))
-        now -= size
-        if 0 <= made < len(found):
+        address, grown = event
+        size, made, cause = alive.pop(address, (0, -1, _OTHER))
+        now[cause] -= size
+        if grown is None:
+            now[_GRADIENTS] += size
+            alive[address] = size, made, _GRADIENTS
+            continue
+        if 0 <= made < number:
             freed[made] += size
         if grown > 0:
-            alive[address] = grown, len(found)
-            now += grown
-            top = max(top, now)
+            cause = _LOGITS if number == at_tail else _OTHER
+            alive[address] = grown, number, cause
+            now[cause] += grown
+            top = [*now] if sum(now) > sum(top) else top
     return found

@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TypeVar
 
 from ._measure import Interval
-
-IntervalT = TypeVar("IntervalT", bound=Interval)
 
 
 class _Level:
@@ -60,7 +57,7 @@ class Offloaded:
         keys = (each.key for each in measured[0] if isinstance(each.key, tuple))
         self._order = list(dict.fromkeys(number for number, *_ in keys))
 
-    def among(self, choice: Sequence[int], measured: IntervalT) -> IntervalT:
+    def among(self, choice: Sequence[int], measured: Interval) -> Interval:
         """Predict an interval of a region when other regions are on other levels.
 
         Args:

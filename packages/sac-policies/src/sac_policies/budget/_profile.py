@@ -5,29 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, get_args
-from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .._errors import BudgetError, shown
 from .._tensors import is_accelerator, tensors_in
-from .._torch_compat import is_fake, storage_key, storage_under
+from .._torch_compat import is_fake, storage_key
 from .._watching_mode import WatchingMode
 from ..eager._masks import UNPACK
-from ..eager._recorders import Table
-from ..eager._tape import Region, Tape
+from ..eager._reading import Reading, ReadTape
 from ..eager._values import OpCall, Value
 from ..policies._decisions import Answer
 from ..policies._flops import flops_of
-from ..policies._modules import root_of
-from ..policies._operators import facts_of
 from ..policies._plans import Unit
-from ..policies._policies import Policy
-from ..policies._rules import is_count
-from ..policies._unmatched import PolicyUse
+from ..policies._rules import RECOMPUTE_ALL, is_count
 from ..policies._views import OpView
 from ._trace import Held, Trace, TracedOp, TracedPack
 
@@ -99,12 +92,29 @@ def profile(
 def _traced(function: Callable[..., Any], args: Any, kwargs: Any, unit: Unit) -> Trace:
     """Run one forward, and return its trace."""
     clock = _Clock() if unit == "ns" else None
-    calls = _Calls(clock)
-    region = Region(calls, Table(calls), PolicyUse(), root_of(function), checks=False)
-    tape = _Profiled(region, calls)
+
+    def cost(view: OpView, _: Answer) -> int:
+        if clock is not None:
+            return clock.spent(view.op)
+        flops = flops_of(view.op, view.args, view.kwargs, view.output)
+        return flops or sum(each.numel() for each in tensors_in(view.output))
+
+    reading = Reading(RECOMPUTE_ALL, cost, names=False)
     with clock or nullcontext():
-        out = tape.run(function, args, kwargs)
-    found = Trace(unit, tuple(calls.ops), tuple(_packs(tape, calls)))
+        tape, out = reading.read(function, args, kwargs)
+    ops = tuple(
+        TracedOp(
+            str(each.op),
+            each.index,
+            each.made_bytes,
+            each.said,
+            each.inputs,
+            overwritten=each.overwritten,
+            draws=each.draws,
+        )
+        for each in reading.calls
+    )
+    found = Trace(unit, ops, tuple(_packs(tape, reading)))
     del out  # until here autograd holds what it saved
     return found
 
@@ -133,104 +143,7 @@ def _now(values: Any) -> int:
     return time.perf_counter_ns()
 
 
-@dataclass(frozen=True)
-class _Storage:
-    """A storage that the forward used.
-
-    Attributes:
-        size: its bytes; 0 for a storage from before.
-        made_by: index of the call that made it, -1 for a storage from before.
-        output: its number among those of the call.
-        again: the operator that made it again for a gradient inside the forward; "" otherwise.
-    """
-
-    size: int = 0
-    made_by: int = -1
-    output: int = 0
-    again: str = ""
-
-
-class _Calls(Policy):
-    """Keeps nothing, and lists the calls that it is asked about: those that plans decide."""
-
-    def __init__(self, clock: _Clock | None) -> None:
-        self.ops: list[TracedOp] = []
-        self._clock = clock
-        self._storages = WeakIdKeyDictionary()
-
-    def decide(self, view: OpView) -> Answer:
-        """List a call."""
-        args, kwargs, facts = view.args, dict(view.kwargs), facts_of(view.op)
-        read = {self.storage_of(each).made_by for each in tensors_in((args, kwargs))}
-        for tensor in facts.written(args, kwargs):
-            maker = self.storage_of(tensor).made_by
-            if maker >= 0:
-                self.ops[maker] = replace(self.ops[maker], overwritten=True)
-        results, made = tensors_in(view.output), list[int]()
-        for tensor in results:
-            storage = storage_under(tensor)
-            if storage is not None and storage not in self._storages:
-                own = _Storage(storage.nbytes(), len(self.ops), len(made))
-                self._storages[storage] = own
-                made.append(own.size)
-        if self._clock is None:
-            cost = flops_of(view.op, args, kwargs, view.output)
-            cost = cost or sum(each.numel() for each in results)
-        else:
-            cost = self._clock.spent(view.op)
-        inputs, draws = tuple(sorted(read - {-1})), facts.draws(args)
-        op = TracedOp(str(view.op), view.index, sum(made), cost, inputs, draws=draws)
-        self.ops.append(op)
-        return None
-
-    def storage_of(self, tensor: torch.Tensor, new: _Storage | None = None) -> _Storage:
-        """Return the storage of a tensor; one that was not seen is `new`, or from before."""
-        storage = storage_under(tensor)
-        if storage is None:
-            return _Storage()
-        found: _Storage = self._storages.setdefault(storage, new or _Storage())
-        return found
-
-    def held(self, tensor: torch.Tensor) -> tuple[_Storage, int]:
-        """Return the storage of a held tensor and its key; the tape makes unknown ones."""
-        storage = storage_under(tensor)
-        if storage is None or storage in self._storages:
-            return self.storage_of(tensor), storage_key(tensor)
-        return _Storage(storage.nbytes()), storage_key(tensor)
-
-
-class _Profiled(Tape):
-    """A tape that lists what autograd saves.
-
-    Attributes:
-        saves: the values that it saved, in order.
-        storages: their storages.
-    """
-
-    def __init__(self, region: Region, calls: _Calls) -> None:
-        super().__init__(region, None)
-        self._calls = calls
-        self.saves: list[ref[Value]] = []
-        self.storages: WeakKeyDictionary[Value, _Storage] = WeakKeyDictionary()
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        saved = super()._pack(tensor)
-        if isinstance(saved, Value):  # not a wrapper, whose parts are saved one by one
-            self.saves.append(ref(saved))
-            self.storages[saved] = self._calls.storage_of(tensor)
-        return saved
-
-    def _unpack(self, saved: Any) -> torch.Tensor:
-        """Read a value for a gradient inside the forward; note which storage a replay restores."""
-        tensor = super()._unpack(saved)
-        call = saved.made_by if isinstance(saved, Value) else None
-        if call is not None:
-            again = replace(self.storages[saved], again=str(call.recorder.op))
-            self._calls.storage_of(tensor, again)
-        return tensor
-
-
-def _packs(tape: _Profiled, calls: _Calls) -> Iterator[TracedPack]:
+def _packs(tape: ReadTape, reading: Reading[int]) -> Iterator[TracedPack]:
     """Yield what autograd holds, in the order in which it was saved."""
     live = [value for value in (each() for each in tape.saves) if value is not None]
     replayed = {id(each.held) for each in live if tape.storages[each].again}
@@ -242,7 +155,7 @@ def _packs(tape: _Profiled, calls: _Calls) -> Iterator[TracedPack]:
             producer, behind = storage.again, [value.held]
         elif call is None or call.recorder is UNPACK:
             held = value.held if call is None else call.inputs[0].held
-            size = 0 if held is None else calls.held(held)[0].size
+            size = 0 if held is None else reading.held(held).size
             yield TracedPack("", storage.made_by, storage.output, size)
             continue
         else:
@@ -250,8 +163,9 @@ def _packs(tape: _Profiled, calls: _Calls) -> Iterator[TracedPack]:
             behind = [each for each in _held_behind(call, set(live)) if id(each) not in replayed]
         reads = set()
         for each in behind:
-            own, key = calls.held(each)
-            if own.size and (own.again or own.made_by < 0):
+            own = reading.held(each)
+            if own.size and (own.again or own.is_copy):
+                key = storage_key(each)
                 reads.add(Held(-1, others.setdefault(key, len(others) + 1), own.size))
             elif own.size:
                 reads.add(Held(own.made_by, own.output, own.size))

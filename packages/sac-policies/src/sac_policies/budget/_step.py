@@ -23,7 +23,7 @@ from ..trials._functions import named_by
 from ..trials._objects import Objects
 from ..trials._rollback import Rollback
 from ._agree import check_equal, largest, largest_each
-from ._measure import Interval, Marks, Moved, free_bytes, highest, storage_bytes
+from ._measure import Interval, Marks, Moved, free_bytes, highest, storage_bytes, tail_of
 from ._optimizer import check_optimizer, existing_bytes, state_bytes
 from ._sizes import Budget, budget_bytes
 
@@ -270,7 +270,8 @@ class Step:
             Interval(key, grown, most, None, Moved(*moved), ns)
             for key, grown, most, ns, *moved in zip(keys, *[numbers] * len(rows[0]), strict=True)
         ]
-        at = _before_backward(keys)
+        tail = tail_of(keys)
+        at = keys.index(BACKWARD) - 1 if tail is None else keys.index(tail)
         freed = own[at].freed
         if freed is not None:
             sizes = largest_each([freed.get(number, 0) for number in range(at)])
@@ -367,12 +368,6 @@ def _default_loss(out: Any) -> torch.Tensor:
             "step=, a function that runs forward and backward."
         )
     return torch.stack([tensor.sum().float() for tensor in tensors]).sum()
-
-
-def _before_backward(keys: list[Any]) -> int:
-    """Return the position of the interval in which the last forward of a region has ended."""
-    ends = [at for at, key in enumerate(keys) if isinstance(key, tuple) and key[-1] is None]
-    return ends[-1] if ends else keys.index(BACKWARD) - 1
 
 
 def _check_trainers(seen: list[Any]) -> None:

@@ -53,7 +53,6 @@ from ._fingerprints import Fingerprint
 from ._fsdp import Ranges
 from ._masks import UNPACK, packed, takes
 from ._moved import MovedTensor, NoHostMemoryError, is_movable, leaving
-from ._observed import Observed
 from ._recorders import Recorder, Run, Table, tables
 from ._values import (
     UNVERSIONED,
@@ -97,7 +96,6 @@ class Region:
         use: PolicyUse,
         root: nn.Module | None,
         checks: bool,
-        observer: Observed | None = None,
     ) -> None:
         self.policy, self.table, self.use, self.checks = policy, table, use, checks
         self.calls: dict[Any, int] = {}
@@ -107,7 +105,6 @@ class Region:
         self.path = ModulePath(root) if table.reads_modules else None
         # Up to torch 2.9 compiled code runs eagerly under a dispatch mode.
         self.compiled = compiled_in(root) if LETS_COMPILE and root is not None else []
-        self.observer = observer
 
     def view(
         self,
@@ -273,8 +270,6 @@ class Tape(TorchDispatchMode):
         self._pending.clear()
         if self._moved and leaving.region_ended():
             self._earlier, leaving.region = leaving.region, ref(self)
-        if self.region.observer is not None:
-            self.region.observer.ended(self._holders)
         outer, self._outer = self._outer, None
         if outer is None:
             if self._small:
@@ -346,8 +341,6 @@ class Tape(TorchDispatchMode):
             return
         with hidden_from_modes(mask):
             bits = packed(mask)
-        if self.region.observer is not None:
-            self.region.observer.replaced(bits, mask)
         held = self._held(bits)
         call = OpCall(UNPACK, [held, tuple(mask.shape), mask.stride(), mask.dtype], None, [held])
         self.note(mask, call, version)
@@ -427,8 +420,6 @@ class Tape(TorchDispatchMode):
         answer = recorder.answer
         if answer is DEPENDS:
             answer = region.policy.decide(region.view(op, index, out, args, kwargs))
-        if region.observer is not None:
-            region.observer.called(recorder, index, out)
         if answer is None or not answer.keeps or recorder.facts.is_view:
             return False
         region.kept = True
@@ -528,10 +519,7 @@ class Tape(TorchDispatchMode):
     def _copy(self, value: Value, tensor: torch.Tensor) -> None:
         """Hold a copy instead of a tensor, unless the tensor was freed or modified unnoticed."""
         if value.version in (UNVERSIONED, version_of(tensor)) and not is_freed(tensor):
-            copy = copy_of(tensor.detach())
-            if self.region.observer is not None:
-                self.region.observer.replaced(copy, tensor)
-            value.hold(copy)
+            value.hold(copy_of(tensor.detach()))
 
     def _named(self, tensor: torch.Tensor, label: str) -> None:
         """Hold a named tensor, if the policy keeps it."""
@@ -541,9 +529,6 @@ class Tape(TorchDispatchMode):
         region.calls[id(NAME_OP)] = index + 1
         view = region.view(NAME_OP, index, tensor, (tensor, label), {}, label)
         answer = region.policy.decide(view)
-        if region.observer is not None:
-            region.table.run_of(NAME_OP, region.policy)
-            region.observer.called(region.table.recorders[NAME_OP], index, tensor)
         if answer is None or not answer.keeps:
             return
         for each in map(self._whole, parts_of(tensor)):
@@ -581,8 +566,6 @@ class Tape(TorchDispatchMode):
             moved = MovedTensor(tensor)
         except NoHostMemoryError:
             return
-        if self.region.observer is not None:
-            self.region.observer.moved(tensor)
         value.held, value.boxed = None, moved.read
         self._moved.append(ref(moved))
 
@@ -700,7 +683,6 @@ def run(
     kwargs: Mapping[str, Any],
     policy: Policy,
     check: str = "default",
-    observer: Observed | None = None,
 ) -> Any:
     """Call `function` so that backward replays what `policy` does not keep.
 
@@ -711,7 +693,6 @@ def run(
         policy: what to keep.
         check: "default", "bits" or "none". "default" compares
             in the first forward of a function under a policy.
-        observer: sees every call that the policy is asked about.
 
     Raises:
         PolicyError: the policy reads modules, and there is no module to name paths from.
@@ -724,7 +705,7 @@ def run(
     checks = check == "bits" or (is_new and check == "default")
     # In the first forward, a new table lists only the operators of this region, for warnings.
     table = Table(policy) if is_new else tables.of(policy)
-    region = Region(policy, table, use, root, checks, observer)
+    region = Region(policy, table, use, root, checks)
     hooks = saved_tensor_hooks()
     tape = tape_here(hooks)
     use.running.append(None)

@@ -9,12 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ..budget._intervals import Steps
-from ._watch import SECOND, ZERO, Amount, Span, added, tail_of
+from ..budget._measure import Interval, tail_of
+from ._watch import SECOND
 
 SLICES = 16
 """Slices of logits and loss that are suggested."""
+
+
+class Causes(NamedTuple):
+    """Bytes of gradients, of activations, and of logits and loss."""
+
+    gradients: int
+    activations: int
+    logits: int
 
 
 @dataclass(frozen=True)
@@ -24,13 +34,13 @@ class StepEstimate:
     Attributes:
         levels: names and numbers of blocks, in the order in which they run.
         peak_bytes: peak memory, with parameters and optimizer state.
-        causes: bytes of gradients, of activations, and of logits and loss at the peak.
+        causes: of the bytes at the peak.
         seconds: of forward, backward and the optimizer.
     """
 
     levels: tuple[tuple[str, int], ...]
     peak_bytes: int
-    causes: Amount
+    causes: Causes
     seconds: float
 
 
@@ -39,17 +49,17 @@ class Measured:
     """Steps on single levels, and memory besides them.
 
     Attributes:
-        levels: by name, the spans of a step with all blocks on that level; the first is plain.
+        levels: by name, the intervals of a step with all blocks on that level; the first is plain.
         blocks: number of blocks.
         resident_bytes: parameters, buffers, batch, optimizer state and workspaces.
         optimizer_seconds: of the optimizer's step.
     """
 
-    levels: Mapping[str, Sequence[Span]]
+    levels: Mapping[str, Sequence[Interval]]
     blocks: int
     resident_bytes: int
     optimizer_seconds: float
-    _by_slices: dict[int, Steps[Span]] = field(default_factory=dict)
+    _by_slices: dict[int, Steps] = field(default_factory=dict)
 
     def step(self, low: str, count: int, high: str, slices: int = 1) -> StepEstimate:
         """Return memory and time with the first `count` blocks on level `low`, the rest on `high`.
@@ -80,13 +90,9 @@ class Measured:
                 found.append((room - gradients) / sum(varying))
         return min(found, default=0.0)
 
-    def _spans(self, low: str, count: int, high: str, slices: int) -> list[Span]:
+    def _spans(self, low: str, count: int, high: str, slices: int) -> list[Interval]:
         if slices not in self._by_slices:
-            tail = tail_of(self.blocks)
-            steps = [
-                [_sliced(span, slices, is_tail=span.key == tail) for span in spans]
-                for spans in self.levels.values()
-            ]
+            steps = [_sliced(spans, slices) for spans in self.levels.values()]
             self._by_slices[slices] = Steps(range(self.blocks), steps)
         first, rest = map(list(self.levels).index, (low, high))
         choice = [first] * count + [rest] * (self.blocks - count)
@@ -111,55 +117,52 @@ class Measured:
         return min(self.mixtures(slices), key=lambda one: (one.peak_bytes, one.seconds))
 
 
-def _reached(spans: Sequence[Span]) -> Iterator[Amount]:
-    """Yield the peak of each span."""
-    now = ZERO
-    for span in spans:
-        yield added(now, span.most_by)
-        now = added(now, span.grown_by)
-        now = _more(now, span.grown - sum(span.grown_by))  # held longer in a mixture
+def _reached(intervals: Sequence[Interval]) -> Iterator[Causes]:
+    """Yield the peak of each interval."""
+    now = gradients = logits = 0
+    for each in intervals:
+        own = gradients + each.gradients[1], logits + each.logits[1]
+        yield Causes(own[0], now + each.most - sum(own), own[1])
+        now += each.grown
+        gradients += each.gradients[0]
+        logits += each.logits[0]
 
 
-def _sliced(span: Span, slices: int, *, is_tail: bool) -> Span:
-    """Return an interval if logits and loss are in slices, each of which runs its forward again."""
+def _sliced(intervals: Sequence[Interval], slices: int) -> Sequence[Interval]:
+    """Return a step whose logits and loss are in slices, each of which runs its forward again."""
     if slices == 1:
-        return span
-    grown, most = ((*each[:2], each[2] // slices) for each in (span.grown_by, span.most_by))
-    ns = span.ns + (span.ns // 3 if is_tail else 0)
-    return replace(span, grown=sum(grown), most=sum(most), ns=ns, grown_by=grown, most_by=most)
+        return intervals
+    tail, found = tail_of(each.key for each in intervals), []
+    for each in intervals:
+        kept = each.logits[0] // slices, each.logits[1] // slices
+        grown, most = each.grown - each.logits[0] + kept[0], each.most - each.logits[1] + kept[1]
+        ns = each.ns + (each.ns // 3 if each.key == tail else 0)
+        found.append(replace(each, grown=grown, most=most, ns=ns, logits=kept))
+    return found
 
 
-def offloaded(spans: Sequence[Span], input_bytes: Sequence[int], copy_seconds: float) -> list[Span]:
-    """Return the spans of blocks that run again, with offloaded inputs.
+def offloaded(
+    intervals: Sequence[Interval], input_bytes: Sequence[int], copy_seconds: float
+) -> list[Interval]:
+    """Return the intervals of blocks that run again, with offloaded inputs.
 
     A block's input is copied out while the next block runs, and copied back one block early. If a
     copy takes longer than the block, the step waits for the difference.
 
     Args:
-        spans: of blocks that run again.
+        intervals: of blocks that run again.
         input_bytes: of each block's input.
         copy_seconds: of one byte.
     """
     found = []
-    for span in spans:
-        if span.key is not None and span.key[2] is not None:
-            number, _, is_backward = span.key
+    for each in intervals:
+        if each.key is not None and each.key[2] is not None:
+            number, _, is_backward = each.key
             size = input_bytes[number] if is_backward else -input_bytes[number]
             # In backward, this block's input is on the device while the input of the block before
             # it arrives.
-            most = 2 * size if is_backward else 0
-            span = replace(
-                span,
-                grown=span.grown + size,
-                most=span.most + most,
-                ns=max(span.ns, round(abs(size) * copy_seconds * SECOND)),
-                grown_by=_more(span.grown_by, size),
-                most_by=_more(span.most_by, most),
-            )
-        found.append(span)
+            most = each.most + (2 * size if is_backward else 0)
+            ns = max(each.ns, round(abs(size) * copy_seconds * SECOND))
+            each = replace(each, grown=each.grown + size, most=most, ns=ns)
+        found.append(each)
     return found
-
-
-def _more(amount: Amount, size: int) -> Amount:
-    gradients, activations, logits = amount
-    return gradients, activations + size, logits

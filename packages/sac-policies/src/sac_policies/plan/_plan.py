@@ -23,6 +23,7 @@ from .._torch_compat._module_calls import around_calls
 from ..budget._checkpointed import Checkpointed
 from ..budget._levels import COSTLY, HIDDEN_AWAY, INPUTS_AWAY, KEEPS, LEVELS, MATMULS, RECOMPUTES
 from ..budget._link import Link
+from ..budget._measure import Interval
 from ..budget._profile import profile
 from ..budget._repeating import repeating
 from ..eager._parted import parted
@@ -34,7 +35,7 @@ from ._alike import Blocks, find_blocks
 from ._devices import DEVICES, FREE_SHARE, Device
 from ._mixture import SLICES, Measured, StepEstimate, offloaded
 from ._model import OPTIMIZERS, Batch, Subject, build
-from ._watch import SECOND, Span, watch_step
+from ._watch import SECOND, watch_step
 
 PLAIN, OFFLOADED, HIDDEN = LEVELS[KEEPS], LEVELS[INPUTS_AWAY], LEVELS[HIDDEN_AWAY]
 _POLICIES = {
@@ -200,8 +201,8 @@ def _estimate(
 
 
 def _checkpointed(
-    step: Callable[[], list[Span]], regions: Iterable[tuple[nn.Module, Policy]]
-) -> list[Span]:
+    step: Callable[[], list[Interval]], regions: Iterable[tuple[nn.Module, Policy]]
+) -> list[Interval]:
     with ExitStack() as stack:
         for block, policy in regions:
             region = Checkpointed(block, policy=policy)
@@ -211,7 +212,7 @@ def _checkpointed(
 
 
 def _hidden(
-    subject: Subject, blocks: Blocks, plain: Sequence[Span], device: Device
+    subject: Subject, blocks: Blocks, plain: Sequence[Interval], device: Device
 ) -> list[tuple[Policy, int]]:
     """Choose the values whose copies a block's forward hides; return their bytes with the inputs.
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from ..budget._sizes import format_size
 from ._mixture import SLICES, StepEstimate
 from ._plan import Estimate
-from ._watch import ACTIVATIONS, GRADIENTS, LOGITS
 
 GIB = 1 << 30
 
@@ -35,10 +34,10 @@ def _causes(one: Estimate) -> Iterator[str]:
     yield f"{'GiB at the peak of a step':<28}{'plain':>10}{_title(one):>14}"
     rows = [
         ("parameters", one.parameter_bytes, one.parameter_bytes),
-        ("gradients", one.plain.causes[GRADIENTS], chosen.causes[GRADIENTS]),
+        ("gradients", one.plain.causes.gradients, chosen.causes.gradients),
         ("optimizer state", one.optimizer_bytes, one.optimizer_bytes),
-        ("activations", one.plain.causes[ACTIVATIONS], chosen.causes[ACTIVATIONS]),
-        ("logits and loss", one.plain.causes[LOGITS], chosen.causes[LOGITS]),
+        ("activations", one.plain.causes.activations, chosen.causes.activations),
+        ("logits and loss", one.plain.causes.logits, chosen.causes.logits),
         ("all, with batch and libraries", one.plain.peak_bytes, chosen.peak_bytes),
     ]
     for name, plain, used in rows:
@@ -108,7 +107,7 @@ def helps(one: Estimate) -> Iterator[str]:
     if sliced is None and saved > 0:
         yield f"in_slices({SLICES}) of logits and loss saves {format_size(saved)}"
     budget, least = one.budget_bytes, min(one.smallest, one.smallest_sliced, key=_peak)
-    variable = sum(least.causes[ACTIVATIONS:])
+    variable = least.causes.activations + least.causes.logits
     room = budget - (least.peak_bytes - variable)
     tokens = one.tokens * room // variable if variable else 0
     if 0 < tokens < one.tokens:
@@ -130,7 +129,7 @@ def _peak(step: StepEstimate) -> int:
 
 def _ranks(one: Estimate, least: StepEstimate, most: Sequence[int] = (2, 4, 8, 16, 32, 64)) -> int:
     """Return the fewest ranks over which the smallest step would fit; 0 for none."""
-    held = one.parameter_bytes + one.optimizer_bytes + least.causes[GRADIENTS]
+    held = one.parameter_bytes + one.optimizer_bytes + least.causes.gradients
     for ranks in most:
         if least.peak_bytes - held + held // ranks <= one.budget_bytes:
             return ranks

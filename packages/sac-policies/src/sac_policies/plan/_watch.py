@@ -1,9 +1,4 @@
-"""Record a step on fake tensors: allocations with their cause, and the time of each part.
-
-Each storage has one cause. The tail is the code from the end of the last block until backward
-reaches that block; its storages are "logits and loss". A parameter's gradient is "gradients". All
-other storages are "activations".
-"""
+"""Record a step on fake tensors: allocations, gradients, and the time of each part."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,85 +15,45 @@ from torch import nn
 from .._tensors import tensors_in
 from .._torch_compat import storage_bytes, storage_key, storage_under
 from .._watching_mode import WatchingMode
-from ..budget._intervals import Key, marked
-from ..budget._measure import Interval, no_collection
+from ..budget._intervals import marked
+from ..budget._measure import Event, Interval, Marks, accounted
 from ..policies._flops import flops_of
 from ._alike import Blocks
 from ._devices import Device
 
-Amount = tuple[int, int, int]
-"""Bytes of gradients, of activations, and of logits and loss."""
-GRADIENTS, ACTIVATIONS, LOGITS = range(3)
 SECOND = 10**9
-ZERO: Amount = (0, 0, 0)
 
 
-def added(one: Amount, other: Amount, times: int = 1) -> Amount:
-    """Add two amounts, the second `times` times."""
-    return (one[0] + times * other[0], one[1] + times * other[1], one[2] + times * other[2])
-
-
-@dataclass(frozen=True)
-class Span(Interval):
-    """An interval of a step on fake tensors; its time is that of its kernels by the roofline.
-
-    Attributes:
-        grown_by: `grown` by cause.
-        most_by: bytes at the peak over those at its start, by cause.
-    """
-
-    grown_by: Amount = ZERO
-    most_by: Amount = ZERO
-
-
-class Watch(WatchingMode):
-    """Records storages and roofline times of all operators, divided at marks.
+class FakeStorages(WatchingMode):
+    """Lists allocations of fake tensors; its clock adds up roofline times of all operators.
 
     Args:
         device: the device whose roofline gives the times.
-        tail: key of the mark after the last block.
     """
 
-    def __init__(self, device: Device, tail: Key) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__()
-        self._device, self._tail = device, tail
-        self._made: dict[int, tuple[weakref.ref[Any], int, int]] = {}
-        """By key: the storage, its bytes, its cause."""
-        self._now = [0, 0, 0]
-        self.spans: list[Span] = []
-        self._begin(None)
+        self._device, self._seconds = device, 0.0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._events: list[Event] = []
+        self._times = [0]
 
-    def _begin(self, key: Any) -> None:
-        self._key, self._seconds = key, 0.0
-        self._before = self._most = self._amount()
+    def mark(self) -> None:
+        self._events.append(None)
+        self._times.append(self._times[-1] + round(self._seconds * SECOND))
+        self._seconds = 0.0
 
-    def _amount(self) -> Amount:
-        gradients, activations, logits = self._now
-        return gradients, activations, logits
+    def run(self, step: Callable[[], object]) -> None:
+        with self:
+            step()
 
-    def mark(self, key: Any) -> None:
-        """End a span and begin another."""
-        grown, most = (added(each, self._before, -1) for each in (self._amount(), self._most))
-        self.spans.append(
-            Span(
-                self._key,
-                sum(grown),
-                sum(most),
-                ns=round(self._seconds * SECOND),
-                grown_by=grown,
-                most_by=most,
-            )
-        )
-        self._begin(key)
+    def intervals(self, keys: Sequence[Any]) -> list[Interval]:
+        return accounted(self._events, keys, self._times[1:])
 
     def note_gradient(self, parameter: torch.Tensor) -> None:
-        """Count a storage as gradient memory."""
-        key = storage_key(parameter.grad) if parameter.grad is not None else 0
-        if key in self._made:
-            storage, size, cause = self._made[key]
-            self._made[key] = storage, size, GRADIENTS
-            self._now[cause] -= size
-            self._now[GRADIENTS] += size
+        """Note that a storage is a gradient."""
+        if parameter.grad is not None:
+            self._events.append((storage_key(parameter.grad), None))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -114,19 +69,16 @@ class Watch(WatchingMode):
         return out
 
     def _add(self, tensor: torch.Tensor) -> None:
-        key, storage = storage_key(tensor), storage_under(tensor)
-        if key in self._made or storage is None:
+        key, storage, size = storage_key(tensor), storage_under(tensor), storage_bytes(tensor)
+        if key in self._alive or storage is None:
             return
-        size = storage_bytes(tensor)
-        cause = LOGITS if self._key == self._tail else ACTIVATIONS
-        self._made[key] = weakref.ref(storage, lambda _: self._free(key)), size, cause
-        self._now[cause] += size
-        if sum(self._now) > sum(self._most):
-            self._most = self._amount()
 
-    def _free(self, key: int) -> None:
-        _, size, cause = self._made.pop(key)
-        self._now[cause] -= size
+        def free(_: object) -> None:
+            del self._alive[key]
+            self._events.append((key, -size))
+
+        self._alive[key] = weakref.ref(storage, free)
+        self._events.append((key, size))
 
     def _seconds_of(
         self,
@@ -152,8 +104,8 @@ def watch_step(
     blocks: Blocks,
     loss_of: Callable[[], torch.Tensor],
     device: Device,
-) -> list[Span]:
-    """Run a step on fake tensors; return its spans. Gradients are dropped.
+) -> list[Interval]:
+    """Run a step on fake tensors; return its intervals. Gradients are dropped.
 
     Args:
         model: the model, whose parameters get gradients.
@@ -161,32 +113,22 @@ def watch_step(
         loss_of: runs the forward and returns its loss.
         device: the device whose roofline gives the times.
     """
-    watch = Watch(device, tail_of(len(blocks.modules)))
-    with no_collection(), ExitStack() as stack:
+    source = FakeStorages(device)
+    marks = Marks(source)
+    with ExitStack() as stack:
         stack.enter_context(blocks.standing_in())
-        stack.enter_context(marked(blocks.modules, watch))
+        stack.enter_context(marked(blocks.modules, marks))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(watch.note_gradient)
+                hook = parameter.register_post_accumulate_grad_hook(source.note_gradient)
                 stack.callback(hook.remove)
-        stack.enter_context(watch)
-        loss = loss_of()
-        loss.backward()
-        del loss
-        watch.mark(None)
+        found = marks.intervals(lambda: loss_of().backward())
     for parameter in model.parameters():
         parameter.grad = None
-    by_key = {span.key: span for span in watch.spans}
-    found = []
-    for span in watch.spans:
-        if span.key is not None and span.key[0] in blocks.like:
-            number, *rest = span.key
-            key = (blocks.like[number], *rest)
-            span = replace(by_key[key], key=span.key)
-        found.append(span)
-    return found
-
-
-def tail_of(blocks: int) -> Key:
-    """Return the key of the interval after the last block."""
-    return blocks - 1, 0, None
+    by_key = {each.key: each for each in found}
+    for at, each in enumerate(found):
+        if each.key is not None and each.key[0] in blocks.like:
+            equal = (blocks.like[each.key[0]], *each.key[1:])
+            found[at] = replace(by_key[equal], key=each.key)
+    # A block that is not run frees nothing.
+    return [replace(each, freed=None) for each in found]
