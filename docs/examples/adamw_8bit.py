@@ -7,13 +7,10 @@ Claim: weights are bit-identical to one process; shards that cut blocks are refu
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import torch
 import torch.distributed as dist
 from eight_bits import BLOCK, AdamW8bit
+from kept import on_ranks
 from torch import Tensor, nn
 
 import flat_param
@@ -33,7 +30,7 @@ def train(shares: list[Tensor], **options: object) -> dict[str, Tensor]:
     return flat_param.full_state_dict(model)["model"]
 
 
-def worker() -> None:
+def worker(*_: str) -> None:
     """Run one rank: its half with either boundary, and the whole model alone."""
     dist.init_process_group("gloo")
     halves = list(torch.randn(2, 8, 15, generator=torch.Generator().manual_seed(1)))
@@ -49,9 +46,5 @@ def worker() -> None:
     dist.destroy_process_group()
 
 
-if "RANK" in os.environ:
-    worker()
-else:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    subprocess.run([*torchrun, "--nproc-per-node=2", __file__], check=True)
+if on_ranks(worker, (2, "")):
     print("claim holds: all weights are equal, every bit")

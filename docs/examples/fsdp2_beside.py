@@ -6,13 +6,10 @@ Claim: with blocks in `checkpoint_`, both train to the same weights, and names a
 """
 
 import copy
-import os
-import subprocess
-import sys
 
 import torch
 import torch.distributed as dist
-from kept import side_by_side
+from kept import on_ranks, side_by_side
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 
@@ -32,7 +29,7 @@ def train(model: nn.Sequential, shard: object) -> None:
         optimizer.step()
 
 
-def worker() -> None:
+def worker(*_: str) -> None:
     """Run one rank: train with both libraries and compare the full weights."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -47,13 +44,8 @@ def worker() -> None:
     ours = flat_param.full_state_dict(models["flat-param"])["model"]
     assert list(theirs) == list(ours) == names
     assert all(map(torch.equal, ours.values(), theirs.values()))
-    if leads:
-        print(f"claim holds: all {len(names)} weights of both are equal, every bit")
     dist.destroy_process_group()
 
 
-if "RANK" in os.environ:
-    worker()
-else:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    subprocess.run([*torchrun, "--nproc-per-node=2", __file__], check=True)
+if on_ranks(worker, (2, "")):
+    print("claim holds: all weights of both are equal, every bit")

@@ -7,12 +7,9 @@ Claim: weights are bit-identical to one process; each matrix is on one rank.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import torch
 import torch.distributed as dist
+from kept import on_ranks
 from torch import Tensor, nn
 
 import flat_param
@@ -40,7 +37,7 @@ def train(model: nn.Module, shares: list[Tensor]) -> None:
             optimizer.step()
 
 
-def worker() -> None:
+def worker(*_: str) -> None:
     """Run one rank: its half, and the whole model alone."""
     dist.init_process_group("gloo")
     halves = list(torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1)))
@@ -52,9 +49,5 @@ def worker() -> None:
     dist.destroy_process_group()
 
 
-if "RANK" in os.environ:
-    worker()
-else:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    subprocess.run([*torchrun, "--nproc-per-node=2", __file__], check=True)
+if on_ranks(worker, (2, "")):
     print("claim holds: all weights are those of one process, every bit")

@@ -65,8 +65,8 @@ def test_private_names_of_torch_are_read_in_one_place_of_a_package(source: Path)
 
 @pytest.mark.parametrize("source", SOURCES[:-1], ids=shown)
 def test_tests_and_benchmarks_import_no_sibling(source: Path) -> None:
-    """All packages are installed where tests run, and each must pass alone."""
-    siblings = {other.name for other in SOURCES} - {source.name}
+    """All packages are installed where tests run; only the suite, which starts ranks, is shared."""
+    siblings = {other.name for other in SOURCES[:-1]} - {source.name}
     found = {}
     for folder in ("tests", "benchmarks"):
         for path in (source.parents[1] / folder).rglob("*.py"):

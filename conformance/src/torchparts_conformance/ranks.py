@@ -19,7 +19,7 @@ from typing import Any
 from torchparts_conformance._errors import RankError
 from torchparts_conformance._worker import Worker, place_of
 
-__all__ = ["Ranks", "Run"]
+__all__ = ["RankError", "Ranks", "Run"]
 
 START_S = 120.0
 _SERVER = "torchparts_conformance._rank_server"

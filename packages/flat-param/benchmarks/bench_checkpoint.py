@@ -9,8 +9,8 @@ of the first rank, least and median of the rounds. Files are in the page cache w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
-import socket
 import statistics
 import tempfile
 import time
@@ -24,9 +24,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.multiprocessing import spawn
 
 import flat_param
+from torchparts_conformance.ranks import Ranks
 
 _LAYER_BYTES = 3 * 4 * 1024 * 1024  # a weight and two moments
 
@@ -43,12 +43,9 @@ def trained(shard: Callable[[nn.Module], nn.Module], layers: int) -> tuple[nn.Mo
     return model, optimizer
 
 
-def worker(rank: int, port: int, folder: str, mib: int, rounds: int) -> None:
-    """One rank."""
-    torch.set_num_threads(1)
+def worker(rank: int, world: int, folder: str, mib: int, rounds: int) -> dict[str, list[float]]:
+    """One rank: return the seconds of each call."""
     warnings.simplefilter("ignore")
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     layers = max(1, (mib << 20) // _LAYER_BYTES)
     ours, theirs = trained(flat_param.fully_shard, layers), trained(fsdp2, layers)
 
@@ -79,14 +76,7 @@ def worker(rank: int, port: int, folder: str, mib: int, rounds: int) -> None:
             for each in Path(folder).iterdir():
                 shutil.rmtree(each)
         dist.barrier()
-    if rank == 0:
-        print(f"{layers * _LAYER_BYTES >> 20} MiB on 2 ranks, seconds: least (median)")
-        least = {name: min(times[1:]) for name, times in took.items()}
-        for name, times in took.items():
-            print(f"{name:16s} {least[name]:.3f} ({statistics.median(times[1:]):.3f})")
-        for job in ("save", "load"):
-            print(f"{job}: {least[f'{job} flat-param'] / least[f'{job} FSDP2']:.2f} of FSDP2's")
-    dist.destroy_process_group()
+    return took
 
 
 if __name__ == "__main__":
@@ -94,8 +84,12 @@ if __name__ == "__main__":
     parser.add_argument("--mib", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=7)
     chosen = parser.parse_args()
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        free = found.getsockname()[1]
-    with tempfile.TemporaryDirectory() as where:
-        spawn(worker, (free, where, chosen.mib, chosen.rounds), nprocs=2)
+    with tempfile.TemporaryDirectory() as where, contextlib.closing(Ranks("flat_param")) as ranks:
+        given = (where, chosen.mib, chosen.rounds)
+        took: dict[str, list[float]] = ranks(2, worker, *given, timeout_s=3600)[0]
+    print(f"{chosen.mib} MiB on 2 ranks, seconds: least (median)")
+    least = {name: min(times[1:]) for name, times in took.items()}
+    for name, times in took.items():
+        print(f"{name:16s} {least[name]:.3f} ({statistics.median(times[1:]):.3f})")
+    for job in ("save", "load"):
+        print(f"{job}: {least[f'{job} flat-param'] / least[f'{job} FSDP2']:.2f} of FSDP2's")

@@ -11,15 +11,14 @@ torch's two, the collectives of one step, and the limit: local compute plus the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -27,6 +26,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import flat_param
+from torchparts_conformance.ranks import Ranks
 
 WORLD = 2
 Step = Callable[[], None]
@@ -150,11 +150,9 @@ def timed(step: Step, steps: int) -> tuple[float, float]:
     return (time.perf_counter() - clock) / steps * 1e3, cpu / steps * 1e3
 
 
-def worker(rank: int, store: str, rounds: int, steps: int) -> None:
-    """One rank: build everything, then measure in turns."""
+def worker(rank: int, world: int, rounds: int, steps: int) -> tuple[object, list[str]]:
+    """One rank: build everything, then measure in turns; return milliseconds and comm counts."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
     built = {name: make_step(build, rank) for name, build in MODELS.items()}
     todo = {name: step for name, (_, step) in built.items()}
     todo["raw collectives reshard"] = raw_collectives(2)
@@ -165,18 +163,13 @@ def worker(rank: int, store: str, rounds: int, steps: int) -> None:
     for _ in range(rounds):
         for name, step in todo.items():
             times[name].append(timed(step, steps))
-    if rank == 0:
-        for index, kind in enumerate(("clock", "CPU")):
-            report(
-                {name: statistics.median(v[index] for v in t) for name, t in times.items()}, kind
-            )
+    counts = []
     for name, (model, step) in built.items():
         if isinstance(model, flat_param.ShardedModule):
             model.comm_counts()
             step()
-            if rank == 0:
-                print(f"{name}: {model.comm_counts()}")
-    dist.destroy_process_group()
+            counts.append(f"{name}: {model.comm_counts()}")
+    return times, counts
 
 
 def report(times: dict[str, float], kind: str) -> None:
@@ -197,5 +190,8 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3)
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, args=(f"{folder}/store", chosen.rounds, chosen.steps), nprocs=WORLD)
+    with contextlib.closing(Ranks("flat_param")) as ranks:
+        times, counts = ranks(WORLD, worker, chosen.rounds, chosen.steps, timeout_s=3600)[0]
+    for index, kind in enumerate(("clock", "CPU")):
+        report({name: statistics.median(v[index] for v in t) for name, t in times.items()}, kind)
+    print("\n".join(counts))

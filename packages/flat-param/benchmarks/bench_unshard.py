@@ -11,14 +11,13 @@ gloo does in its own threads is no part of it.
 from __future__ import annotations
 
 import argparse
-import tempfile
+import contextlib
 import time
 import warnings
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from _models import many_parameters
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,6 +26,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 
 import flat_param
+from torchparts_conformance.ranks import Ranks
 
 WIDTH = 32
 Step = Callable[[], None]
@@ -99,11 +99,9 @@ def bare(numel: int) -> Step:
     return lambda: gather(full, shard)
 
 
-def worker(rank: int, store: str, world: int, rounds: int) -> None:
-    """One rank: every candidate in turn."""
+def worker(rank: int, world: int, rounds: int) -> tuple[dict[str, float], int]:
+    """One rank: every candidate in turn; return microseconds, and the number of parameters."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     params = list(build().parameters())
     steps = {
         "bare all-gather": bare(sum(param.numel() for param in params)),
@@ -119,9 +117,7 @@ def worker(rank: int, store: str, world: int, rounds: int) -> None:
             start = time.thread_time()
             step()
             least[name] = min(least[name], (time.thread_time() - start) * 1e6)
-    if rank == 0:
-        report(least, len(params), world)
-    dist.destroy_process_group()
+    return least, len(params)
 
 
 def report(least: dict[str, float], count: int, world: int) -> None:
@@ -139,6 +135,6 @@ if __name__ == "__main__":
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=60)
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (f"{folder}/store", chosen.world, chosen.rounds)
-        mp.spawn(worker, args=arguments, nprocs=chosen.world)
+    with contextlib.closing(Ranks("flat_param")) as ranks:
+        (least, count), *_ = ranks(chosen.world, worker, chosen.rounds, timeout_s=3600)
+    report(least, count, chosen.world)

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from flat_param import flat_params_of, fully_shard
 from flat_param.handle import FlatParamHandle
+from torchparts_conformance.ranks import RankError, Ranks, Run
 
 torch.set_num_threads(1)
 
@@ -132,100 +127,47 @@ def handle_of() -> Callable[..., FlatParamHandle]:
     return make
 
 
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[subprocess.Popen[str]]:
-    """The process of workers/_nursery.py, of which all ranks are children."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-W", TORCH_2_9, str(WORKERS / "_nursery.py")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    yield process
-    process.communicate()
+class Scripts:
+    """Runs scripts of tests/workers on ranks; the same run is done once."""
 
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a script of tests/workers on all ranks of a group.
-
-    Attributes:
-        world: how many ranks.
-        script: its name.
-        args: for its function.
-        timeout_s: of its group, and after which ranks are killed.
-        killed: ranks that must die of SIGKILL, and have no result.
-    """
-
-    world: int
-    script: str
-    args: tuple[Any, ...] = ()
-    timeout_s: int = 60
-    killed: tuple[int, ...] = ()
-
-    def order(self, folder: Path) -> dict[str, Any]:
-        """The line for the nursery."""
-        tail = [str(self.world), str(folder), str(self.timeout_s), json.dumps(self.args)]
-        return {
-            "script": str(WORKERS / f"{self.script}.py"),
-            "ranks": [[str(rank), *tail] for rank in range(self.world)],
-            "folder": str(folder),
-            "timeout_s": self.timeout_s,
-        }
-
-    def results(self, folder: Path, statuses: list[int]) -> list[Any]:
-        """By rank; fails where a rank ended otherwise than it should."""
-        found: list[Any] = []
-        for rank, status in enumerate(statuses):
-            killed = rank in self.killed
-            said = (folder / f"stderr-{rank}").read_text()
-            words = f"rank {rank} of {self.script} ended with {status}:\n{said}"
-            assert status == (-signal.SIGKILL if killed else 0), words
-            result = folder / f"result-{rank}.json"
-            found.append(None if killed else json.loads(result.read_text()))
-        return found
-
-
-class Ranks:
-    """Runs scripts of tests/workers once per gloo rank; the same run is done once."""
-
-    def __init__(self, nursery: subprocess.Popen[str], make_folder: Callable[[str], Path]) -> None:
-        self._nursery, self._make_folder = nursery, make_folder
-        self._done: dict[Run, tuple[Path, list[int]]] = {}
+    def __init__(self, ranks: Ranks, make_folder: Callable[[str], Path]) -> None:
+        self._ranks, self._make_folder = ranks, make_folder
+        self._done: dict[Any, tuple[Path, list[Any] | Exception]] = {}
 
     def __call__(self, world: int, script: str, *args: Any, **options: Any) -> list[Any]:
-        """The results by rank; see `Run`."""
-        return self.results_of(Run(world, script, args, **options))
+        """Return the results by rank; the options are those of a `Run`."""
+        call = (world, script, args, *options.items())
+        if call not in self._done:
+            run, folder = self._run(world, script, *args, **options)
+            try:
+                self._done[call] = folder, self._ranks.results_of([run])[0]
+            except (AssertionError, RankError) as error:
+                self._done[call] = folder, error
+        results = self._done[call][1]
+        if isinstance(results, Exception):
+            raise results
+        return results
+
+    def _run(self, world: int, script: str, *args: Any, **options: Any) -> tuple[Run, Path]:
+        folder = self._make_folder(script)
+        given = (script, str(folder), *args)
+        return Run(f"{WORKERS}/_harness.py::be_rank", world, given, **options), folder
 
     def folder(self, world: int, script: str, *args: Any, **options: Any) -> Path:
-        """The folder of a run that was done."""
-        return self._done[Run(world, script, args, **options)][0]
+        """Return the folder of a run that was done."""
+        return self._done[(world, script, args, *options.items())][0]
 
-    def results_of(self, run: Run) -> list[Any]:
-        """The same of a run that may have been done ahead."""
-        if run not in self._done:
-            self.ahead([run])
-        return run.results(*self._done[run])
-
-    def ahead(self, runs: Sequence[Run]) -> None:
-        """Do several runs, a few at a time: for those that wait more than they compute."""
-        folders = [self._make_folder(run.script) for run in runs]
-        orders = [run.order(folder) for run, folder in zip(runs, folders, strict=True)]
-        assert self._nursery.stdin is not None
-        assert self._nursery.stdout is not None
-        print(json.dumps(orders), file=self._nursery.stdin, flush=True)
-        statuses = json.loads(self._nursery.stdout.readline())
-        self._done |= zip(runs, zip(folders, statuses, strict=True), strict=True)
+    def at_once(self, calls: Iterable[tuple[str, int, tuple, dict]]) -> list[list[Any]]:
+        """Do several runs, each of a script, a world size, arguments, options; return results."""
+        runs = [
+            self._run(world, script, *args, **options)[0] for script, world, args, options in calls
+        ]
+        return self._ranks.results_of(runs)
 
 
 @pytest.fixture(scope="session")
-def ranks(nursery: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
     """What runs a script of tests/workers once per gloo rank."""
-    return Ranks(nursery, tmp_path_factory.mktemp)
-
-
-@pytest.fixture(scope="session")
-def run() -> type[Run]:
-    """To describe runs of `ranks.ahead`."""
-    return Run
+    made = Ranks("flat_param", "pytest", options=["-W", "error", "-W", TORCH_2_9])
+    yield Scripts(made, tmp_path_factory.mktemp)
+    made.close()

@@ -1,18 +1,12 @@
-"""Run one function as one rank of a gloo group, and leave its result as JSON.
-
-Started by _nursery.py as `<script> <rank> <world> <folder> <timeout_s> <arguments as JSON>`.
-"""
+"""Run a script of this folder on one rank; models and helpers that scripts share."""
 
 from __future__ import annotations
 
-import json
-import os
+import importlib
 import re
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -153,15 +147,14 @@ def raises(kind: type[Exception], text: str, call: Any) -> None:
         call()
 
 
-def run_checks(namespace: dict[str, Any], *settings: str) -> None:
-    """Be one rank that runs every `check_<claim>(rank, world)` of a script.
+def checks(namespace: dict[str, Any], *settings: str) -> Callable[..., dict[str, str]]:
+    """Return a function that runs every `check_<claim>(rank, world)` of a script on one rank.
 
-    The result has a text for each claim, empty if the claim held. Arguments of the run become the
-    globals that `settings` names; `FOLDER` is a folder that all ranks of the run have.
+    Its result has a text for each claim, empty if the claim held. Arguments of the run become the
+    globals that `settings` names.
     """
 
     def run(rank: int, world: int, *given: Any) -> dict[str, str]:
-        namespace.update(FOLDER=Path(sys.argv[3]))
         namespace.update(zip(settings, given, strict=True))
         results = {}
         for name, check in list(namespace.items()):
@@ -176,25 +169,11 @@ def run_checks(namespace: dict[str, Any], *settings: str) -> None:
                 dist.barrier()
         return results
 
-    main(run)
+    return run
 
 
-def main(function: Callable[..., Any], *, together: bool = True) -> None:
-    """Be one rank; `together` tells whether all ranks live to the end."""
-    rank, world, folder, timeout_s = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(f"{folder}/store", world),
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=float(timeout_s)),
-    )
-    result = function(rank, world, *json.loads(sys.argv[5]))
-    Path(folder, f"result-{rank}.json").write_text(json.dumps(result))
-    if together:
-        dist.barrier()
-        dist.destroy_process_group()
-    else:
-        sys.stdout.flush()
-        os._exit(0)  # the group is broken; its destructor would wait for the rank that is gone
+def be_rank(rank: int, world: int, script: str, folder: str, *args: Any) -> Any:
+    """Run a script on one rank; `FOLDER` in it is a folder that all ranks of the run have."""
+    module: Any = importlib.import_module(script)
+    module.FOLDER = Path(folder)
+    return module.run(rank, world, *args)

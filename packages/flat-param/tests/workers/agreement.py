@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _harness import raises, run_checks
+from _harness import checks, raises
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -143,5 +143,4 @@ def check_agreeing_ranks_are_not_counted(rank: int, world: int) -> None:
     assert fully_shard(layers()).comm_counts() == {}
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from _harness import raises, run_checks, whole_state
+from _harness import checks, raises, whole_state
 from _whole import same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -201,5 +201,4 @@ def check_first_ranks_values_are_given_to_all(rank: int, world: int) -> None:
     assert torch.equal(whole({"t": model.table})["t"], Model(None).table)
 
 
-if __name__ == "__main__":
-    run_checks(globals(), "ROWS")
+run = checks(globals(), "ROWS")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _harness import main
 from torch import Tensor, nn
 
 import flat_param
@@ -185,7 +184,3 @@ def run(rank: int, world: int, folder: str, action: str) -> str:
     if world > 1:
         refuse(rank, world)
     return action
-
-
-if __name__ == "__main__":
-    main(run)

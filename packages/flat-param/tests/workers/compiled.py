@@ -6,13 +6,15 @@ import warnings
 from typing import Any
 
 import torch
-from _harness import batches, distance, loss_of, plain, run_checks, sharded, share, whole_state
+from _harness import batches, checks, distance, loss_of, plain, sharded, share, whole_state
 from torch import nn
 from torch._dynamo.utils import counters
 
 import flat_param
 
 STEPS, MANY = 4, 10
+# The compiler looks at `.grad` of everything, and torch warns of that on activations.
+warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 
 
 def losses(model: Any, rank: int, world: int) -> list[float]:
@@ -137,7 +139,4 @@ def check_forward_after_a_failed_export(rank: int, world: int) -> None:
     assert distance(whole_state(model), whole_state(sharded())) == 0
 
 
-if __name__ == "__main__":
-    # The compiler looks at `.grad` of everything, and torch warns of that on activations.
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    run_checks(globals())
+run = checks(globals())

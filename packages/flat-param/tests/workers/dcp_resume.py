@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
-from _harness import run_checks
+from _harness import checks
 from _states import optimizer_of, same, sharded, train, truth, values_of
 from dcp_states import BOUNDARIES, put, state_of
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,5 +61,4 @@ def check_copies_of_shards(rank: int, world: int) -> None:
     assert bool(full["model"]) == (rank == 0)
 
 
-if __name__ == "__main__":
-    run_checks(globals(), "FOLDER")
+run = checks(globals(), "FOLDER")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _harness import raises, run_checks
+from _harness import checks, raises
 from _states import (
     fsdp2,
     full_values,
@@ -376,5 +376,4 @@ def check_offline_conversion(rank: int, world: int) -> None:
         same(plain_values(model, optimizer), truth(3))
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

@@ -6,9 +6,9 @@ import pytest
 import torch
 from _harness import (
     batches,
+    checks,
     loss_of,
     raises,
-    run_checks,
     sharded,
     share,
 )
@@ -58,5 +58,4 @@ def check_sums_are_those_in_the_order_of_ranks(rank: int, world: int) -> None:
             assert torch.equal(found, expected / world), boundary
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

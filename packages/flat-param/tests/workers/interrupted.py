@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import Model, batches, loss_of, main, plain, share
+from _harness import Model, batches, loss_of, plain, share
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -233,7 +233,3 @@ def gradients_of_plain(model: nn.Module, ids: Tensor) -> list[Tensor]:
         torch.zeros(0) if param.grad is None else param.grad.flatten()
         for param in model.parameters()
     ]
-
-
-if __name__ == "__main__":
-    main(run)

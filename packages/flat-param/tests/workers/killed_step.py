@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Any
 
-from _harness import batches, loss_of, main, options_of, sharded, share
+from _harness import batches, loss_of, options_of, sharded, share
 
 import flat_param
 
@@ -28,7 +28,3 @@ def run(rank: int, world: int, victim: int, way: str) -> dict[str, Any]:
     except flat_param.CommError as error:
         return {"error": str(error), "seconds": time.monotonic() - start}
     return {"error": "", "seconds": time.monotonic() - start}
-
-
-if __name__ == "__main__":
-    main(run, together=False)

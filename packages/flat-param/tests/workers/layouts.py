@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from _harness import main, options_of, whole_state
+from _harness import options_of, whole_state
 from torch import Tensor, nn
 
 from flat_param import fully_shard
@@ -90,7 +90,3 @@ def run(rank: int, world: int, way: str) -> dict[str, Any]:
         ):
             wrong.append([layout, "other gradients"])
     return {"tried": tried, "wrong": wrong}
-
-
-if __name__ == "__main__":
-    main(run)

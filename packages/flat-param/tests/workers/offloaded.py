@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from _harness import batches, loss_of, run_checks, sharded, share
+from _harness import batches, checks, loss_of, sharded, share
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -105,5 +105,4 @@ def check_load_that_fails_elsewhere_leaves_state(rank: int, world: int) -> None:
     train(model, optimizer, batches(world, 1), rank)
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

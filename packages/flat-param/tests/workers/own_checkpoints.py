@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _harness import raises, run_checks
+from _harness import checks, raises
 from _states import (
     UNUSED,
     full_values,
@@ -550,5 +550,4 @@ class HeadTied(nn.Module):
         return flat_param.fully_shard(model)
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

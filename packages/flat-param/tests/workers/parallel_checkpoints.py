@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _harness import run_checks, whole_state
+from _harness import checks, whole_state
 from _whole import same_bits, whole
 from tensor_parallel import batch, parallel, plain, sharded
 from torch import nn
@@ -178,5 +178,4 @@ def check_state_by_block_is_refused(rank: int, world: int) -> None:
         flat_param.save_sharded(model, FOLDER / "never", optimizer=optimizer)
 
 
-if __name__ == "__main__":
-    run_checks(globals(), "ROWS")
+run = checks(globals(), "ROWS")

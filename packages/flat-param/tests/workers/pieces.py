@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch._dynamo  # wraps torch.manual_seed
 import torch.distributed as dist
-from _harness import options_of, raises, run_checks, whole_state
+from _harness import checks, options_of, raises, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -380,5 +380,4 @@ def check_adagrad_saved_before_a_step_comes_back(rank: int, world: int) -> None:
     assert torch.allclose(found, 0.5 + grad.full_tensor().square())
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

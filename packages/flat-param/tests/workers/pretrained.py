@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _harness import run_checks, whole_state
+from _harness import checks, whole_state
 from torch import nn
 
 import flat_param
@@ -53,5 +53,4 @@ def check_saved_pretrained_folder_loads(rank: int, world: int) -> None:
     assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _harness import raises, run_checks, whole_state
+from _harness import checks, raises, whole_state
 from _whole import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -190,5 +190,4 @@ def check_what_cannot_be_cut_twice_is_refused(rank: int, world: int) -> None:
     raises(flat_param.ParameterError, text, lambda: fully_shard(model.blocks[0], mesh=mesh["tp"]))
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

@@ -10,7 +10,6 @@ from _harness import (
     batches,
     distance,
     loss_of,
-    main,
     mean_over_ranks,
     options_of,
     plain,
@@ -71,7 +70,3 @@ def run(rank: int, world: int) -> dict[str, Any]:
         for boundary in ("row", "tensor", *blocks, *mixed):
             cases[f"ZeRO-3 {boundary}"] = "ZeRO-3", boundary
     return {name: measure(rank, world, *case) for name, case in cases.items()}
-
-
-if __name__ == "__main__":
-    main(run)

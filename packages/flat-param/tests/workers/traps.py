@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from _harness import raises, run_checks, whole_state
+from _harness import checks, raises, whole_state
 from _whole import whole_bytes
 from torch import Tensor, nn
 
@@ -286,5 +286,4 @@ def check_gradient_penalty(rank: int, world: int) -> None:
     assert whole_bytes(model) == 0
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from _harness import (
     batches,
+    checks,
     distance,
     loss_of,
     options_of,
     plain,
     raises,
-    run_checks,
     sharded,
     share,
     whole_state,
@@ -234,5 +234,4 @@ def check_units_around_take_up_what_is_there(rank: int, world: int) -> None:
     assert all(param.grad is not None or not param.numel() for param in outer.parameters())
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _harness import options_of, run_checks, whole_state
+from _harness import checks, options_of, whole_state
 from _whole import plain_grads, whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -235,5 +235,4 @@ def check_list_is_gathered_once(rank: int, world: int) -> None:
     assert (gathers.calls if gathers else 0) == (0 if world == 1 else 4)
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import options_of, raises, run_checks, whole_state
+from _harness import checks, options_of, raises, whole_state
 from _whole import whole, whole_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -282,5 +282,4 @@ def check_ties_to_ignored_ones_are_refused_by_name(rank: int, world: int) -> Non
     raises(ParameterError, text, lambda: fully_shard(model.second, ignored_params={scale}))
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

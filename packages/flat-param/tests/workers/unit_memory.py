@@ -10,11 +10,11 @@ from _harness import (
     WAYS,
     Block,
     batches,
+    checks,
     loss_of,
     options_of,
     plain,
     planned_as,
-    run_checks,
     sharded,
     share,
 )
@@ -74,5 +74,4 @@ def check_frozen_segments_have_no_gradient_memory_or_traffic(rank: int, world: i
     assert model.head.weight.grad is not None
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

@@ -9,11 +9,11 @@ import pytest
 import torch
 from _harness import (
     batches,
+    checks,
     distance,
     loss_of,
     options_of,
     plain,
-    run_checks,
     sharded,
     share,
     whole_state,
@@ -164,5 +164,4 @@ def check_units_in_another_order_are_named_on_every_rank(rank: int, world: int) 
     assert model.head.weight.grad is not None
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

@@ -12,12 +12,12 @@ from _harness import (
     WAYS,
     Model,
     batches,
+    checks,
     distance,
     loss_of,
     options_of,
     plain,
     raises,
-    run_checks,
     sharded,
     share,
     whole_state,
@@ -157,5 +157,4 @@ def check_parameters_that_share_memory_are_refused_by_name(rank: int, world: int
     assert type(model) is type(plain())
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

@@ -14,10 +14,10 @@ from _harness import (
     WAYS,
     Block,
     batches,
+    checks,
     loss_of,
     options_of,
     plain,
-    run_checks,
     sharded,
     share,
 )
@@ -182,5 +182,4 @@ def check_a_loss_of_an_input_alone_sends_nothing(rank: int, world: int) -> None:
     same_grads(model, reference)
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

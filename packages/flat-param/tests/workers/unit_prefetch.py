@@ -7,10 +7,10 @@ import random
 import torch
 from _harness import (
     batches,
+    checks,
     loss_of,
     plain,
     raises,
-    run_checks,
     sharded,
     share,
     whole_state,
@@ -169,5 +169,4 @@ def check_wrong_lists_are_refused_by_name(rank: int, world: int) -> None:
     assert _seen(model, ids, rank) == before
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import WAYS, distance, options_of, raises, run_checks, whole_state
+from _harness import WAYS, checks, distance, options_of, raises, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -121,5 +121,4 @@ def check_plain_modules_are_asked_alone(rank: int, world: int) -> None:
     assert scaler.get_scale() == (8 if rank == 0 else 16)
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from _harness import (
     batches,
+    checks,
     loss_of,
     options_of,
     plain,
     raises,
-    run_checks,
     sharded,
     share,
 )
@@ -179,5 +179,4 @@ def check_freeing_is_switched_off_and_on(rank: int, world: int) -> None:
     assert same_step(model, plain(), ids, rank) == steps["ZeRO-3"] - 1
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from _harness import (
     WAYS,
     batches,
+    checks,
     distance,
     loss_of,
     options_of,
     plain,
     raises,
-    run_checks,
     sharded,
     share,
     whole_state,
@@ -235,5 +235,4 @@ def check_sums_over_ranks_stay_in_the_range_of_float16(rank: int, world: int) ->
         assert torch.equal(whole_grads(layer)["weight"], torch.full((8, 1), 40000.0)), way
 
 
-if __name__ == "__main__":
-    run_checks(globals())
+run = checks(globals())
