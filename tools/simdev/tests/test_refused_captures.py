@@ -75,7 +75,7 @@ def step(built, x):
     """Return gradients of this rank's parts as numbers: tensors would end with the process."""
     built.zero_grad()
     built(x).square().sum().backward()
-    return [each.grad.tolist() for each in built.parameters() if each.grad is not None]
+    return [each.grad.to_local().tolist() for each in built.parameters() if each.grad is not None]
 
 
 def trained(rank, end, way, *, captures):
@@ -133,7 +133,7 @@ def alone(rank, way):
         for each in built.parameters():
             each.mul_(0.5)  # a replay has to gather the new values
     graph.replay()
-    replayed = [each.grad.tolist() for each in built.parameters()]
+    replayed = [each.grad.to_local().tolist() for each in built.parameters()]
     return eager, replayed, step(built, x)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import flat_param
 
-WIDTH, UNITS, STEPS = 64, 24, 3
+WIDTH, UNITS, STEPS, KERNEL_US = 64, 24, 3, 100
 UNIT_BYTES = 4 * WIDTH * (WIDTH + 1)
 OUTER_BYTES = 2 * UNIT_BYTES
 
@@ -173,7 +173,7 @@ def step_in_virtual_time(rank, size, comm_us, shape=None):
     before = sim.memory()["reserved"]
     trained = sharded(size, shape)
     data = batches(rank, 1).to("simdev:0")
-    sim.simulate(virtual=True, kernel_us=100, comm_us=comm_us, log=True)
+    sim.simulate(virtual=True, kernel_us=KERNEL_US, comm_us=comm_us, log=True)
     for _ in range(3):
         trained.zero_grad()
         sim.synchronize_all()
@@ -252,14 +252,15 @@ def test_nothing_is_held_back_in_a_steady_step(two, way):
     assert [told[way]["held"] for told in two] == [0, 0]
 
 
-@pytest.mark.parametrize(("shape", "collectives"), list(zip(SHAPES, (3, 1), strict=True)))
-def test_communication_is_hidden_where_computing_takes_twice_as_long(two, shape, collectives):
-    """At least 90 % of it, including the first gather and the last reduction."""
+@pytest.mark.parametrize(
+    ("shape", "collectives", "exposed"), [("sharded", 3, 2), ("replicated", 1, 1)]
+)
+def test_only_first_gather_and_last_reduction_are_exposed(two, shape, collectives, exposed):
+    """A unit computes longer than a collective takes; up to one kernel runs after the last one."""
     for told in two:
         alone, beside = told[shape, "alone"], told[shape, "beside"]
-        communication = beside["comm_us"] * beside["collectives"]
         assert beside["collectives"] >= collectives * UNITS
-        assert beside["us"] - alone["us"] <= 0.1 * communication
+        assert beside["us"] - alone["us"] <= exposed * beside["comm_us"] + KERNEL_US
 
 
 def test_host_waits_for_nothing_in_a_step(two):

@@ -54,7 +54,7 @@ def captured(built, x):
 
 def gradients(built):
     """Return gradients of this rank's parts as numbers: tensors would end with the process."""
-    return [each.grad.tolist() for each in built.parameters() if each.grad is not None]
+    return [each.grad.to_local().tolist() for each in built.parameters() if each.grad is not None]
 
 
 def step(rank, options):

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from .._errors import CommError
 from ._buffer_pool import BufferPool
-from ._capturing import is_capturing
 from ._exchange import to_gather_halves, to_sum
 from ._exit import dropped_at_exit
-from ._home_stream import at_home
+from ._streams import at_home, is_capturing
 from ._trail import Trail
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names.

@@ -29,12 +29,15 @@ class CommGroups:
         gather: ranks that hold the shards of one replica.
         reduce: the same ranks, for gradients. See Note [Two communicators].
         replicate: ranks that hold the same shard of other replicas.
+        copies: the same ranks as `replicate`, for the agreement at the end of a backward, which
+            does not wait for gradients.
         log: counts the collectives of all three.
     """
 
     gather: Communicator
     reduce: Communicator
     replicate: Communicator
+    copies: Communicator
     log: CommLog
 
     @property
@@ -141,13 +144,13 @@ class MeshGroups:
     def comms(self, *, log: CommLog) -> CommGroups:
         """The process groups of a unit. Collective: every rank of the world calls it."""
         shard, copies = self.shard, self.replicate
-        groups = (shard, shard and _twin(shard), copies and _twin(copies))
-        gather, reduce, replicate = [Communicator(group, log=log) for group in groups]
+        groups = (shard, shard and _twin(shard), copies and _twin(copies), copies)
+        gather, reduce, replicate, beside = [Communicator(group, log=log) for group in groups]
         for comm in (gather, reduce, replicate):
             if comm.trail is not None:
                 comm.trail.units += 1
                 comm.number = comm.trail.units
-        return CommGroups(gather, reduce, replicate, log)
+        return CommGroups(gather, reduce, replicate, beside, log)
 
 
 def _twin(group: _Group) -> _Group:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch_compat import default_store
-from ._host_copies import HostCopy
+from ._streams import SideWork
 
 ORDER_BYTES = 8  # a checksum and its complement, see sharded/schedule/_order.py
 _KEPT = 4096  # labels; enough to name the first difference in any step
@@ -46,7 +46,7 @@ class Unread(NamedTuple):
 
     words: Tensor
     source: Tensor
-    copy: HostCopy
+    copy: SideWork
     labels: list[list[str]]
 
 

@@ -15,6 +15,7 @@ again a checksum and its complement only if all ranks sent the same.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -23,81 +24,91 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._errors import CommError
-from ...comm._capturing import is_capturing
 from ...comm._comm import Communicator
 from ...comm._groups import CommGroups
-from ...comm._host_copies import HostCopy
+from ...comm._streams import SideWork, is_capturing
 from ...comm._trail import ORDER_BYTES, Trail, Unread, first_difference
 from ..unit._unit import Unit
 
 _COMPLEMENT = bytes(range(255, -1, -1))
 
 
-def publish(reduced: list[Unit]) -> None:
-    """Set `.grad` of all parameters that some rank has used. Collective."""
-    groups: dict[tuple[object, object], list[Unit]] = {}
-    for unit in reduced:
-        key = (unit.comms.reduce.group, unit.comms.replicate.group)
-        groups.setdefault(key, []).append(unit)
-    for units in groups.values():
-        all_grads = [grads for unit in units for grads in unit.grads]
-        for grads in all_grads:
-            grads.check_hooks()
-        agreed = _agree([flag for grads in all_grads for flag in grads.used], units[0])
-        for grads in all_grads:
-            mine, agreed = agreed[: len(grads.used)], agreed[len(grads.used) :]
-            grads.assign_grads(mine)
+class Agreement:
+    """The agreement of units whose gradients are reduced over the same ranks. Collective.
 
-
-def _agree(used: list[bool], unit: Unit) -> list[bool]:
-    """Compare the order of units, and find parameters that some rank has used. Collective.
+    It begins before the last reductions are waited for, in process groups that no reduction uses.
 
     Raises:
         CommError: ranks have run units in another order, or a parameter was not used and a graph
             is being captured.
     """
-    comms = unit.comms
-    if comms.world_size == 1:
-        return used
-    device = unit.parts[0].device
-    if is_capturing(device):
-        if not all(used):
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._grads = [grads for unit in units for grads in unit.grads]
+        for grads in self._grads:
+            grads.check_hooks()
+        self._used = [flag for grads in self._grads for flag in grads.used]
+        self._said: tuple[Tensor, SideWork | None] | None = None
+        device = units[0].parts[0].device
+        if units[0].comms.world_size == 1:
+            return
+        if not is_capturing(device):
+            self._send(units[0].comms, device)
+        elif not all(self._used):
             raise CommError(
-                f"flat_param.fully_shard: {used.count(False)} parameters got no gradient while a "
-                "graph is being captured, but whether another rank has one is read on the host, "
-                "which may not wait for the device then. Capture a step that uses every "
+                f"flat_param.fully_shard: {self._used.count(False)} parameters got no gradient "
+                "while a graph is being captured, but whether another rank has one is read on the "
+                "host, which may not wait for the device then. Capture a step that uses every "
                 "parameter, or freeze those that it does not."
             )
-        return used
-    spread, copied = _trails(comms.gather, comms.reduce), _trails(comms.replicate)
-    values = [*_word(spread), *used, *_word(copied)]
-    on_host = torch.tensor(values, dtype=torch.uint8, pin_memory=device.type != "cpu")
-    said = on_host.to(device, non_blocking=True)
-    largest = partial(Communicator.all_reduce, op=dist.ReduceOp.MAX, of_unit=False)
-    copy = None if device.type == "cpu" else HostCopy(device, "out")
-    with copy or nullcontext():  # computation does not wait for the word
-        largest(comms.reduce, said[:-ORDER_BYTES]).wait()
-        largest(comms.replicate, said[ORDER_BYTES:]).wait()
-        words = torch.cat([said[:ORDER_BYTES], said[-ORDER_BYTES:]])
-        if copy is not None:
-            near = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
-            words = near.copy_(words, non_blocking=True)
-    labels = [[label for trail in each for label in trail.recent] for each in (spread, copied)]
-    for trail in (*spread, *copied):
-        trail.compared()
-    if copy is None:
-        _check(words, labels, comms)
-    else:
-        last = (spread or copied)[-1]
-        previous, last.unread = last.unread, Unread(words, said, copy, labels)
-        if previous is not None:
-            previous.copy.synchronize()
-            _check(previous.words, previous.labels, comms)
-    if all(used):  # no reading is needed
-        return used
-    if copy is not None:
-        copy.wait()
-    return [bool(flag) for flag in said[ORDER_BYTES:-ORDER_BYTES].tolist()]
+
+    def _send(self, comms: CommGroups, device: torch.device) -> None:
+        spread, copied = _trails(comms.gather, comms.reduce), _trails(comms.replicate)
+        values = [*_word(spread), *self._used, *_word(copied)]
+        on_host = torch.tensor(values, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        copy = None if device.type == "cpu" else SideWork(device, "out", waits=False)
+        with copy or nullcontext():  # computation does not wait for the word
+            said = on_host.to(device, non_blocking=True)
+            largest = partial(Communicator.all_reduce, op=dist.ReduceOp.MAX, of_unit=False)
+            largest(comms.gather, said[:-ORDER_BYTES]).wait()
+            largest(comms.copies, said[ORDER_BYTES:]).wait()
+            words = torch.cat([said[:ORDER_BYTES], said[-ORDER_BYTES:]])
+            if copy is not None:
+                near = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+                words = near.copy_(words, non_blocking=True)
+        labels = [[label for trail in each for label in trail.recent] for each in (spread, copied)]
+        for trail in (*spread, *copied):
+            trail.compared()
+        if copy is None:
+            _check(words, labels, comms)
+        else:
+            last = (spread or copied)[-1]
+            previous, last.unread = last.unread, Unread(words, said, copy, labels)
+            if previous is not None:
+                previous.copy.synchronize()
+                _check(previous.words, previous.labels, comms)
+        self._said = said, copy
+
+    def assign_grads(self) -> None:
+        """Set `.grad` of all parameters that some rank has used. Not a collective."""
+        agreed = self._used
+        if self._said is not None and not all(agreed):  # else no reading is needed
+            said, copy = self._said
+            if copy is not None:
+                copy.wait()
+            agreed = [bool(flag) for flag in said[ORDER_BYTES:-ORDER_BYTES].tolist()]
+        for grads in self._grads:
+            mine, agreed = agreed[: len(grads.used)], agreed[len(grads.used) :]
+            grads.assign_grads(mine)
+
+
+def agree(reduced: Iterable[Unit]) -> list[Agreement]:
+    """Begin to agree on the parameters of units that some rank has used. Collective."""
+    groups: dict[tuple[object, object], list[Unit]] = {}
+    for unit in reduced:
+        key = (unit.comms.reduce.group, unit.comms.replicate.group)
+        groups.setdefault(key, []).append(unit)
+    return [Agreement(units) for units in groups.values()]
 
 
 def _trails(*comms: Communicator) -> list[Trail]:
@@ -114,7 +125,7 @@ def _word(trails: list[Trail]) -> bytes:
 def _check(words: Tensor, labels: list[list[str]], comms: CommGroups) -> None:
     """Raise if ranks differ."""
     values = bytes(words.tolist())
-    for at, comm in enumerate((comms.reduce, comms.replicate)):
+    for at, comm in enumerate((comms.gather, comms.copies)):
         word = values[at * ORDER_BYTES : (at + 1) * ORDER_BYTES]
         if word[4:] != word[:4].translate(_COMPLEMENT):
             found = comm.share((dist.get_rank(), labels[at]))

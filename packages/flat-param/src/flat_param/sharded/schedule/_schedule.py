@@ -39,13 +39,13 @@ from torch import Tensor, nn
 from ..._errors import StateError
 from ..._torch_compat import at_end_of_backward
 from ...comm._buffer_pool import BufferPool
-from ...comm._capturing import refuse_capture
 from ...comm._comm import CommLog
+from ...comm._streams import refuse_capture
 from ..tensor._nested import cast_floats, hook_nodes, tensors_in
 from ..unit._sharded_grads import ShardedGrads
 from ..unit._strays import look_for_strays
 from ..unit._unit import Unit
-from ._order import publish
+from ._order import agree
 from ._passes import BackwardPass, ForwardPass, Pass, UnitBackward, UnitForward
 
 
@@ -396,12 +396,12 @@ class Schedule:
         queue = self.backward.to_gather
         if unit in queue:
             for _ in range(queue.index(unit) + 1):
-                queue.pop(0).start_gather()
+                queue.pop(0).start_gather(in_backward=True)
             unit.unshard()
         listed = unit.backward_prefetch
         ahead = max((queue.index(each) + 1 for each in listed if each in queue), default=0)
         for _ in range(ahead if listed else min(1, len(queue))):
-            queue.pop(0).start_gather()
+            queue.pop(0).start_gather(in_backward=True)
 
     def _on_grads(self, unit: Unit) -> None:
         """Handle that a unit has all its gradients: reduce the next units in order. Collective."""
@@ -455,30 +455,31 @@ class Schedule:
             return
         current.ending = True
         try:
-            self._finish_queues(current)
+            self._start_rest(current)
+            kept = [unit for unit in current.reduced if unit.keeps_sums]
+            agreements = agree(unit for unit in current.reduced if not unit.keeps_sums)
+            for _ in range(2):
+                self._advance_reductions(current)
+            for unit, state in current.units.items():
+                if not state.freed or unit.is_unsharded:
+                    self._release(unit)
+            for each in agreements:
+                each.assign_grads()
             if current.sync:
-                kept = [
-                    unit for unit in current.reduced if any(g.kept is not None for g in unit.grads)
-                ]
-                publish([unit for unit in current.reduced if unit not in kept])
                 self._accumulated = dict.fromkeys(kept)
         except BaseException:
             current.failed = True  # the next call drops all gradients
             raise
         self.current.backward = None
 
-    def _finish_queues(self, current: BackwardPass) -> None:
+    def _start_rest(self, current: BackwardPass) -> None:
+        """Start the collectives that are left. Collective."""
         while current.to_gather:
             skipped = current.to_gather.pop(0)
             skipped.unshard()
             skipped.reshard()
         while current.to_reduce:
             self._reduce(current, current.to_reduce.pop(0))
-        for _ in range(2):
-            self._advance_reductions(current)
-        for unit, state in current.units.items():
-            if not state.freed or unit.is_unsharded:
-                self._release(unit)
 
     def drop_accumulated(self) -> None:
         """Drop gradients that were accumulated and not reduced. Not a collective."""

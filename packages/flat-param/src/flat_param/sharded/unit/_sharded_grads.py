@@ -36,8 +36,7 @@ from ...buffers._grads import GradBuffer
 from ...buffers._views import zero_gaps_
 from ...comm._buffer_pool import BufferPool
 from ...comm._comm import Pending
-from ...comm._home_stream import at_home, home_stream, record_use
-from ...comm._host_copies import HostCopy
+from ...comm._streams import SideWork, at_home, home_stream, record_use
 from ...layout._options import reduction_dtype
 from ..tensor._piece_tensors import as_piece
 from ._sharded_params import ShardedParams
@@ -79,7 +78,7 @@ class ShardedGrads:
         self._reduced: Tensor | None = None
         self.kept: Tensor | None = None
         self._home: torch.Stream | None = None
-        self._copy: HostCopy | None = None
+        self._copy: SideWork | None = None
 
     def take(self, index: int, pool: BufferPool) -> None:
         """Move one leaf's gradient into the flat gradient, or add it to an existing one."""
@@ -179,7 +178,7 @@ class ShardedGrads:
     def _to_host(self, reduced: Tensor) -> Tensor:
         shard = self.owner.shard
         moved = torch.empty_like(shard, pin_memory=self.owner.pins(shard.device))
-        with HostCopy(reduced.device, "out") as copy:
+        with SideWork(reduced.device, "out") as copy:
             record_use(self._home, reduced)
             moved.copy_(reduced.to(shard.dtype), non_blocking=True)
         self._copy = copy

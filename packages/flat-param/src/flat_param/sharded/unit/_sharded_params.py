@@ -23,8 +23,7 @@ from ...buffers._views import ParamViews, memory_order, param_views
 from ...comm._clip import spread_of
 from ...comm._comm import Pending
 from ...comm._groups import CommGroups
-from ...comm._home_stream import SharedMemory, at_home, home_stream, record_use
-from ...comm._host_copies import HostCopy
+from ...comm._streams import SideWork, home_stream, is_capturing, side_stream
 from ...layout._layout import Segment
 from ...layout._options import UnitOptions, compute_dtype
 from ...layout._shard import plan_shard
@@ -47,7 +46,6 @@ class ShardedParams:
         held: the optimizer's parameters as views of the shard.
         leaves: the full parameters that the module computes with, in layout order.
         pieces: the piece of each parameter.
-        memory: the full buffer's memory on an accelerator, while it is gathered.
     """
 
     def __init__(
@@ -71,8 +69,9 @@ class ShardedParams:
         self.shard = torch.zeros(numel, dtype=dtype, device=home, pin_memory=self.pins(home))
         self.held = self._move_into_shard(params)
         self._mark_params()
-        self.memory: SharedMemory | None = None
-        self._copy: HostCopy | None = None
+        self._users: list[torch.Stream] = []  # streams that read the full buffer
+        self._is_captured = False  # whether they do so in a graph
+        self._copy: SideWork | None = None
         self._make_full()
 
     @torch.no_grad()
@@ -140,46 +139,57 @@ class ShardedParams:
             versions = sum([param._version for param in self.held.params])
         return versions + self.pieces[0].segment.steps
 
-    def start_gather(self) -> Pending | None:
-        """Begin to fill the full buffer from every rank's shard. Collective."""
-        if self.aliased:
-            return None
-        self.full.untyped_storage().resize_(self.full.nbytes)
-        self.memory = SharedMemory(self.full) if self.device.type != "cpu" else None
-        return self.gather_into(self.full)
+    def start_gather(self, *, waits: bool = True) -> Pending | None:
+        """Begin to fill the full buffer from every rank's shard. Collective.
 
-    def leave(self, pending: Pending) -> None:
-        """Wait for a gather whose result is not used. Not a collective."""
-        with at_home(None if self.memory is None else self.memory.home):
-            pending.leave()
+        `waits`: see `gather_into`.
+        """
+        return None if self.aliased else self.gather_into(self.full, waits=waits)
 
-    def gather_into(self, full: Tensor) -> Pending:
-        """Begin to fill `full` (world*shard,), of any dtype. Collective."""
-        comm, plan = self.comms.gather, self.plan
+    def use(self) -> None:
+        """Read the full buffer on the current stream, after it was gathered."""
+        here = None if self.aliased else home_stream(self.device)
+        if here is not None and here not in self._users:
+            if self._users:
+                here.wait_stream(self._users[0])  # that one has waited for the gather
+            else:
+                self._is_captured = is_capturing(self.device)
+            self._users.append(here)
+
+    def gather_into(self, full: Tensor, *, waits: bool = True) -> Pending:
+        """Begin to fill `full` (world*shard,), of any dtype. Collective.
+
+        On an accelerator all work is on a side stream, which also owns the memory of the full
+        buffer. Before that stream reuses the memory, it waits for the streams that have read it,
+        see `free`.
+
+        Args:
+            full: the buffer; its storage is allocated if it is free.
+            waits: whether the gather begins after the work that is queued on the current stream,
+                which may change the shard.
+        """
+        if full.device.type == "cpu":
+            return self._gather(full)
+        with SideWork(full.device, "in", waits=waits) as work:
+            pending = self._gather(full)
+            if pending.work is None or pending.device is not None:
+                pending.wait()  # the side stream waits
+            else:
+                pending.home = work.stream  # the host will wait, as with gloo
+        self._copy = None if self.shard.device == full.device else work
+        return pending.then(work.wait)
+
+    def _gather(self, full: Tensor) -> Pending:
+        if not full.untyped_storage().nbytes():
+            full.untyped_storage().resize_(full.nbytes)
+        comm, plan, part = self.comms.gather, self.plan, self.shard
         staged = full if plan.even else full.new_empty(plan.world_size * plan.shard_numel)
-        home = from_stream = None if full.device.type == "cpu" else home_stream(full.device)
-        if self.shard.device == full.device:
-            part = self.shard.to(full.dtype)
-            pending = comm.all_gather(as_bytes(staged), as_bytes(part))
+        if part.device != full.device and comm.world_size == 1 and part.dtype == full.dtype:
+            part = full.copy_(part, non_blocking=True)
         else:
-            with HostCopy(full.device, "in") as copy:
-                part, from_stream = self._near(full), copy.stream
-                pending = comm.all_gather(as_bytes(staged), as_bytes(part))
-            self._copy = copy
-            pending.then(copy.wait)
-        if staged is not full:
-            pending.then(partial(self._unstage, full, staged))
-            pending.then(partial(record_use, home, staged))
-        if part is not self.shard:
-            pending.then(partial(record_use, from_stream, part))
-        return pending
-
-    def _near(self, full: Tensor) -> Tensor:
-        """Copy the shard to the device of a buffer, and into the buffer if that is all of it."""
-        if self.comms.gather.world_size == 1 and full.dtype == self.shard.dtype:
-            return full.copy_(self.shard, non_blocking=True)
-        near = self.shard.to(full.device, non_blocking=True)
-        return near.to(full.dtype)
+            part = part.to(full.device, non_blocking=True).to(full.dtype)
+        pending = comm.all_gather(as_bytes(staged), as_bytes(part))
+        return pending if staged is full else pending.then(partial(self._unstage, full, staged))
 
     def synchronize(self) -> None:
         """Wait on the host for the last copy of the shard, so that the shard may be changed."""
@@ -207,8 +217,14 @@ class ShardedParams:
 
     def free(self) -> None:
         """Free the full buffer's memory; the leaves stay, and are valid after the next gather."""
-        self.memory = None
         if not self.aliased:
+            is_foreign = is_capturing(self.device) and not self._is_captured
+            for stream in self._users:
+                if is_foreign:  # no stream of a capture can wait for work before it
+                    self.full.record_stream(stream)
+                else:
+                    side_stream(self.device, "in").wait_stream(stream)
+            self._users = []
             self.full.untyped_storage().resize_(0)
 
     @torch.no_grad()

@@ -19,9 +19,9 @@ from torch.autograd.graph import get_gradient_edge
 from ..._errors import StateError
 from ..._torch_compat import will_run, without_torch_function
 from ...buffers._owners import Owner
-from ...comm._capturing import is_capturing
 from ...comm._comm import Pending
 from ...comm._groups import CommGroups
+from ...comm._streams import is_capturing
 from ...layout._options import UnitOptions
 from ..tensor._param_piece import ParamPiece, mark_shown
 from ..tensor._piece_tensors import outside_unit
@@ -148,15 +148,20 @@ class Unit:
                         node.register_prehook(partial(_refuse_grad, weakref.ref(self), piece))
         self._piece_nodes = found
 
-    def start_gather(self) -> None:
-        """Begin to unshard the parameters. Collective."""
+    def start_gather(self, *, in_backward: bool = False) -> None:
+        """Begin to unshard the parameters. Collective.
+
+        In backward a gather waits for no computation, since parameters are as in forward.
+        """
         if self.is_unsharded or self._gathering is not None:
             return
         self.take_changes()
-        self._version = self._current_version()
+        before, self._version = self._version, self._current_version()
+        is_captured = self._version[1]  # a stream takes part in a capture by waiting
+        waits = not in_backward or is_captured or before != self._version
         self._gathering = gathering = []
         for part in self.parts:
-            gathering.append(part.start_gather())
+            gathering.append(part.start_gather(waits=waits))
 
     def take_changes(self) -> None:
         """Copy parameters with other memory into the shard, and follow `requires_grad`."""
@@ -172,8 +177,12 @@ class Unit:
                     pending.wait()
             self._gathering, self.is_unsharded = None, True
         for part in self.parts:
-            if part.memory is not None:
-                part.memory.use()
+            part.use()
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether sums over the ranks that share the parameters wait for those over replicas."""
+        return not self.reduction.sums_copies and self.comms.replicate.group is not None
 
     @property
     def is_gathered(self) -> bool:
@@ -231,9 +240,9 @@ class Unit:
             self.end_show()
         self.sites.swap_out()
         if self._gathering is not None:
-            for part, pending in zip(self.parts, self._gathering, strict=False):
+            for pending in self._gathering:
                 if pending is not None:
-                    part.leave(pending)
+                    pending.leave()
             # An interrupted gather may still write to its memory.
             if len(self._gathering) < len(self.parts):
                 for part in self.parts[len(self._gathering) :]:
