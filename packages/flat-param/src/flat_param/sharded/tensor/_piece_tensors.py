@@ -291,8 +291,8 @@ def _of_lists(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     searches = name == "_amp_foreach_non_finite_check_and_unscale_" and not Trial.is_on
     pieces = [piece for piece in map(piece_of, args[0]) if piece is not None] if searches else []
     optimizer = sys._getframe(2).f_locals.get("optimizer") if searches else None
-    if optimizer is not None and any(piece.may_miss_ranks for piece in pieces):
-        check_all_ranks_search(optimizer)
+    if optimizer is not None and pieces:
+        check_all_ranks_search(optimizer, args[0][0].dtype)
     with without_torch_function():
         found = func(*args, **kwargs)
         if searches:

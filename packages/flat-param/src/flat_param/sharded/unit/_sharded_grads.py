@@ -201,8 +201,9 @@ class ShardedGrads:
                 # A view would keep the memory of all gradients, though others are added.
                 is_first = all(params[index].grad is None for index in taken)
             for index in taken:
-                if self.owner.pieces[index].skips:
-                    self.owner.pieces[index].is_stepped = True
+                piece = self.owner.pieces[index]
+                if piece.skips:
+                    piece.is_stepped = piece.has_grad_elsewhere = True
                 else:
                     self._assign(index, params[index], reduced, is_first=is_first)
 
