@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,8 +29,9 @@ from ..buffers._dtensors import place_of_dtensor
 from ..comm._clip import Spread, checked_norms, clip_, norm_over, spread_of
 from ..comm._comm import CommCount
 from ..comm._groups import CommGroups
+from .tensor._callers import PIPELINES
 from .tensor._param_piece import piece_of
-from .tensor._piece_tensors import plain, zero_bubble
+from .tensor._piece_tensors import plain
 from .unit._by_hand import (
     UnshardHandle,
     begin_unshard,
@@ -141,7 +141,13 @@ class ShardedModule(nn.Module):
             With `async_op`, a handle whose `wait()` shows the parameters; None otherwise.
         """
         is_async = checked_flag(async_op, "unshard")
-        _refuse_zero_bubble(sys._getframe(1))
+        pipeline = PIPELINES.frame()
+        if pipeline and splits_backward(pipeline.f_locals.get("self")):
+            raise StateError(
+                "flat_param.fully_shard: a zero-bubble pipeline computes the gradients of "
+                "parameters apart from those of inputs, but sharded gradients are reduced in whole "
+                "backwards. Use GPipe, 1F1B or Interleaved1F1B."
+            )
         handle = begin_unshard(self._flat_param)
         if not is_async:
             handle.wait()
@@ -199,10 +205,9 @@ class ShardedModule(nn.Module):
         self._flat_param.unshards_in_backward = unshards
 
     def _get_fsdp_state(self) -> NoReturn:
-        name = sys._getframe(1).f_code.co_name
         raise StateError(
-            f"flat_param.{name}: a method of FSDP2's modules that {type(self).__name__} does not "
-            "have. See ShardedModule for its methods, or use torch.distributed.fsdp.fully_shard."
+            f"flat_param.fully_shard: {type(self).__name__} does not have this method of FSDP2's "
+            "modules. See ShardedModule for its methods, or use torch.distributed.fsdp.fully_shard."
         )
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -428,13 +433,6 @@ def _norm_parts(
             local = grad if grad is None or place is None else place.local_of_grad(grad)
             beside = (comms.reduce, comms.replicate) if id(param) in known else ()
             yield spread_of(place, comms.log), beside, local
-
-
-def _refuse_zero_bubble(frame: Any) -> None:
-    """Refuse a pipeline that splits backwards, on every rank, when it unshards its stages."""
-    is_pipeline = frame.f_globals.get("__name__") == "torch.distributed.pipelining.schedules"
-    if is_pipeline and splits_backward(frame.f_locals.get("self")):
-        raise zero_bubble()
 
 
 def checked_flag(value: object, function: str) -> bool:
