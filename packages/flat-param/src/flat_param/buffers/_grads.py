@@ -1,7 +1,7 @@
 """Gradients that are copied into one flat buffer as they arrive.
 
 autograd makes a tensor for each gradient. It is copied while it is in cache, and freed at once.
-`FlatSegment` then gives the views to the parameters; `ShardedGrads` reduces them over ranks.
+`FlatSegment` then gives the views to the parameters; `ShardedSegment` reduces them over ranks.
 """
 
 from __future__ import annotations

@@ -338,8 +338,8 @@ class ShardedModule(nn.Module):
         for unit in units_below(self):
             unit.schedule.drop_accumulated()
         super().zero_grad(set_to_none)
-        for grads in (each for unit in self._units() if unit.is_shown for each in unit.grads):
-            grads.clear(set_to_none)
+        for part in (each for unit in self._units() if unit.is_shown for each in unit.trained):
+            part.clear(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective.

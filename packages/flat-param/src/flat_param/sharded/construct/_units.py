@@ -43,10 +43,9 @@ from ..state._first_step import install_step_hooks
 from ..state._state_hooks import install_module_hooks
 from ..tensor._param_piece import mark_replaced
 from ..unit._by_hand import STOPPED, units_at_rest
-from ..unit._param_sites import ParamSite
-from ..unit._sharded_params import ShardedParams
+from ..unit._segment import ShardedSegment
 from ..unit._strays import watch_registrations
-from ..unit._unit import Unit
+from ..unit._unit import ParamSite, Unit
 from ._ignored import find_ignored, outside_units, own_ignored
 from ._materialize import broadcast_module, check_init, materialize, move_buffers
 
@@ -285,7 +284,7 @@ def _make_unit(
     schedule: Schedule,
 ) -> Unit:
     parts = [
-        ShardedParams(
+        ShardedSegment(
             segment,
             [params[spec.name] for spec in segment.layout.specs],
             comms=comms,
@@ -310,13 +309,13 @@ def _make_unit(
             named.append((spec.name, param))
             if param is not params[spec.name]:
                 mark_replaced(params[spec.name], name=spec.name)
-    unit.sites.swap_out()  # a DTensor is replaced
+    unit.swap_out()  # a DTensor is replaced
     root = planned.root
     unit.owners = Owner(UNIT, root, named), own_ignored(root, planned.ignored)
     return unit
 
 
-def _param_sites(module: nn.Module, part: ShardedParams) -> Iterator[ParamSite]:
+def _param_sites(module: nn.Module, part: ShardedSegment) -> Iterator[ParamSite]:
     for index, spec in enumerate(part.segment.layout.specs):
         for name in spec.names:
             _, owner, key = place_of(module, name)

@@ -42,7 +42,7 @@ from ...comm._buffer_pool import BufferPool
 from ...comm._comm import CommLog
 from ...comm._streams import refuse_capture
 from ..tensor._nested import cast_floats, hook_nodes, tensors_in
-from ..unit._sharded_grads import ShardedGrads
+from ..unit._segment import ShardedSegment
 from ..unit._strays import look_for_strays
 from ..unit._unit import Unit
 from ._order import agree
@@ -209,7 +209,7 @@ class Schedule:
             if len(called) == unit.module_count:
                 del forward.incomplete[unit]
         if keeps or unit in forward.incomplete:
-            unit.sites.swap_out()
+            unit.swap_out()
             if unit in chain:
                 chain[unit] = False
         else:
@@ -277,7 +277,7 @@ class Schedule:
             state.inputs_arrived[forward] += 1
             self._advance(unit, state)
 
-    def on_grad(self, unit: Unit, grads: ShardedGrads, index: int) -> None:
+    def on_grad(self, unit: Unit, part: ShardedSegment, index: int) -> None:
         """Handle the gradient of a leaf."""
         state = self._standing(unit)
         if state.summed:
@@ -287,7 +287,7 @@ class Schedule:
                 "one that runs, but its gradients are summed already. Call that backward before "
                 "or after this one, and checkpoint with use_reentrant=False."
             )
-        grads.take(index, self.pool)
+        part.take(index, self.pool)
         state.arrived += 1
         if state.arrived == state.expected:
             for outer in self.current.around(unit):
@@ -340,7 +340,7 @@ class Schedule:
         at_end_of_backward(callback)
         chain = self.current.chain
         order = list(reversed(chain))
-        trained = [unit for unit in self._inner_first(order) if unit.grads]
+        trained = [unit for unit in self._inner_first(order) if unit.trained]
         late = [unit for unit in self._accumulated if unit not in chain]
         to_gather: dict[Unit, None] = {}
         for unit in order:
@@ -415,8 +415,8 @@ class Schedule:
         self._advance_reductions(current)
         if unit in current.units:
             current.units[unit].summed = True
-        for grads in unit.grads:
-            current.reducing.append(grads.start_reduce(unit.reduction, self.pool))
+        for part in unit.trained:
+            current.reducing.append(part.start_reduce(unit.reduction, self.pool))
         current.reduced.append(unit)
         if all(pending.work is None for pending, _ in current.reducing):
             self._advance_reductions(current)
@@ -447,7 +447,7 @@ class Schedule:
             unit.reshard()
         else:
             unit.end_show()
-            unit.sites.swap_out()
+            unit.swap_out()
 
     def _end_backward(self) -> None:
         current = self.backward
@@ -533,7 +533,7 @@ def _on_end(schedule_ref: weakref.ref[Schedule], callback: weakref.ref[Callable[
     if schedule is not None and current is not None and current.callback is callback:
         current.failed = True
         for unit in schedule.units:
-            unit.sites.swap_out()
+            unit.swap_out()
 
 
 @cache

@@ -17,8 +17,7 @@ from ..._errors import FlatParamError
 from ...buffers._views import memory_order
 from ..tensor._piece_tensors import plain
 from ..unit._by_hand import put_to_rest
-from ..unit._param_sites import ParamSite
-from ..unit._unit import Unit
+from ..unit._unit import ParamSite, Unit
 from ._optim_state import refuse_one_rank
 
 
@@ -36,7 +35,7 @@ def install_module_hooks(module: nn.Module, unit: Unit) -> None:
 
 
 def _before(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if unit.sites.copies is None:
+    if unit.copies is None:
         if unit.comms.gather.world_size > 1:
             refuse_one_rank(sys._getframe(1))
         put_to_rest(unit, "state_dict")
@@ -50,7 +49,7 @@ def _present(
     prefix: str,
     metadata: Any,
 ) -> None:
-    if unit.sites.copies is not None:
+    if unit.copies is not None:
         return
     for site in sites:
         name, param = prefix + site.key, site.part.held.params[site.index]

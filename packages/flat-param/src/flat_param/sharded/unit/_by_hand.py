@@ -16,7 +16,7 @@ from torch import nn
 
 from ..._errors import StateError
 from ...buffers._views import param_views
-from ._sharded_params import ShardedParams
+from ._segment import ShardedSegment
 from ._unit import Unit
 
 STOPPED = object()
@@ -139,11 +139,11 @@ def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
     copies = {unit: {part: _copies_of(part) for part in unit.parts} for unit in units}
     try:
         for unit in units:
-            unit.sites.copies = copies[unit]
-            unit.sites.swap_out()
+            unit.copies = copies[unit]
+            unit.swap_out()
         yield
     finally:
-        errors = [unit.sites.drop_copies() for unit in units]
+        errors = [unit.drop_copies() for unit in units]
     if write_back:
         for error in filter(None, errors):
             raise error
@@ -154,7 +154,7 @@ def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
             unit.reshard()
 
 
-def _copies_of(part: ShardedParams) -> tuple[nn.Parameter, ...]:
+def _copies_of(part: ShardedSegment) -> tuple[nn.Parameter, ...]:
     """Gather the full parameters of a segment into new memory, in the shard's dtype. Collective."""
     full = torch.empty(part.plan.numel, dtype=part.shard.dtype, device=part.device)
     part.gather_into(full).wait()
