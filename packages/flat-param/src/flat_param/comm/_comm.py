@@ -6,12 +6,17 @@
   _groups.py.
 - Captured collectives run in replays only. They are not in the trail, since one rank may abandon a
   capture, and code outside of the capture cannot wait for them.
+- With gloo, gathers of two ranks and sums are all_to_all. gloo's all_gather receives into separate
+  memory and copies from there, and its reduce_scatter sends more bytes than needed. Its all_to_all
+  receives in place and copies only what a rank sends to itself: nothing if two ranks exchange
+  halves. Sums are added in the order of ranks, so they are deterministic.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from ctypes import string_at
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,10 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import CommError
-from ._buffer_pool import BufferPool
-from ._exchange import to_gather_halves, to_sum
 from ._exit import dropped_at_exit
-from ._streams import at_home, is_capturing
+from ._streams import HERE, is_capturing
 from ._trail import Trail
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names.
@@ -39,6 +42,7 @@ _reduce_scatter: Callable[..., dist.Work | None] = (
 
 _POLL_S = 0.5
 _POLLS_OF_A_DEADLOCK = 4
+_KEPT_BUFFERS = 3
 
 
 def _gather_notes(
@@ -87,6 +91,35 @@ class CommLog:
         self.counts.clear()
 
 
+class BufferPool:
+    """Temporary flat buffers that are reused by the units of one tree.
+
+    On CPU a freed large buffer goes back to the system, and the next one costs a page fault and
+    4 KiB of zeros per page. So three buffers of each dtype are cached: in backward one is being
+    filled, one is being sent, and one receives. They are freed with the tree's modules. On other
+    devices torch's allocator caches memory, and nothing is kept here.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[torch.dtype, list[Tensor]] = {}
+
+    def acquire(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised buffer of at least `numel` elements; see `release`."""
+        kept = self._free.get(dtype, []) if device.type == "cpu" else []
+        for index, buffer in enumerate(kept):
+            if buffer.numel() >= numel:
+                return kept.pop(index)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def release(self, buffer: Tensor) -> None:
+        """Return a buffer to the pool. The larger ones are kept."""
+        if buffer.device.type == "cpu":
+            kept = self._free.setdefault(buffer.dtype, [])
+            kept.append(buffer)
+            kept.sort(key=Tensor.numel)
+            del kept[:-_KEPT_BUFFERS]
+
+
 @dataclass
 class Pending:
     """A collective under way; `wait` returns when its result may be read.
@@ -94,7 +127,7 @@ class Pending:
     Attributes:
         label: the collective, in words.
         number: of the collective in its group.
-        home: the stream that waits; None for the current one.
+        home: runs a block on the stream that waits; by default the current one.
         device: the device that runs it; None if the host waits.
         captured: whether it is part of a graph.
     """
@@ -104,7 +137,7 @@ class Pending:
     work: dist.Work | None = None
     number: int = 0
     finish: Callable[[], object] | None = None
-    home: torch.Stream | None = None
+    home: AbstractContextManager[None] = HERE
     device: torch.device | None = None
     captured: bool = False
 
@@ -116,7 +149,7 @@ class Pending:
 
     def wait(self) -> None:
         """Wait for the result. Not a collective; a second call does nothing."""
-        with at_home(self.home):
+        with self.home:
             if self.work is not None:
                 self.comm.finish(self)
                 self.work = None
@@ -166,9 +199,9 @@ class Communicator:
             "ranks that it is spread over. Save grad.detach(), or full_state_dict(module)."
         )
 
-    def is_gloo(self, device_type: str) -> bool:
-        """Whether gloo moves tensors of these devices in this group."""
-        return self.trail is not None and self.trail.backends.get(device_type) == "gloo"
+    def _is_gloo(self, tensor: Tensor) -> bool:
+        """Whether gloo moves tensors of this device in this group."""
+        return self.trail is not None and self.trail.backends.get(tensor.device.type) == "gloo"
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         """Fill `out` (world * shard,) from every rank's `shard` (shard,). Collective."""
@@ -177,9 +210,10 @@ class Communicator:
                 out.copy_(shard)
             return Pending(self, "all_gather")
         sent = (self.world_size - 1) * shard.nbytes
-        if self.world_size == 2 and self.is_gloo(out.device.type):
-            exchanged = to_gather_halves(out, shard, rank=self.rank)
-            return self._start("all_gather", sent, dist.all_to_all_single, *exchanged)
+        if self.world_size == 2 and self._is_gloo(out):
+            mine, theirs = self._halves(out)
+            mine.copy_(shard)
+            return self._exchange("all_gather", sent, theirs, shard)
         return self._start("all_gather", sent, _all_gather, out, shard)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, pool: BufferPool) -> Pending:
@@ -190,12 +224,35 @@ class Communicator:
         if self.world_size == 1:
             out.copy_(full)
             return Pending(self, "reduce_scatter")
-        sent, what = (self.world_size - 1) * out.nbytes, "reduce_scatter"
-        if self.is_gloo(full.device.type):
-            ranks = {"rank": self.rank, "world_size": self.world_size}
-            exchanged, add_up = to_sum(out, full, **ranks, pool=pool)
-            return self._start(what, sent, dist.all_to_all_single, *exchanged).then(add_up)
-        return self._start(what, sent, _reduce_scatter, out, full)
+        sent = (self.world_size - 1) * out.nbytes
+        if not self._is_gloo(full):
+            return self._start("reduce_scatter", sent, _reduce_scatter, out, full)
+        mine, given = self._halves(full) if self.world_size == 2 else (None, full)
+        buffer = pool.acquire(given.numel(), dtype=full.dtype, device=full.device)
+        received = buffer[: given.numel()]
+
+        def add_up() -> None:
+            parts = received.split(out.numel()) if mine is None else (mine, received)
+            first, second, *others = parts
+            torch.add(first, second, out=out)  # a third of the time of a sum over few rows
+            for other in others:
+                out.add_(other)
+            pool.release(buffer)
+
+        return self._exchange("reduce_scatter", sent, received, given).then(add_up)
+
+    def _halves(self, full: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's half of `full`, and the other rank's."""
+        size = full.numel() // 2
+        first, second = full[:size], full[size:]
+        return (second, first) if self.rank else (first, second)
+
+    def _exchange(self, what: str, sent: int, out: Tensor, given: Tensor) -> Pending:
+        """Send parts of `given` to all ranks; of two ranks, all of it to the other one."""
+        sizes = None
+        if self.world_size == 2:
+            sizes = [given.numel(), 0] if self.rank else [0, given.numel()]
+        return self._start(what, sent, dist.all_to_all_single, out, given, sizes, sizes)
 
     def all_reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, of_unit: bool = True
@@ -281,8 +338,7 @@ class Communicator:
         self.log.add(what, sent)
         label = f"{what} of {self.unit}" if of_unit and self.unit else what
         mark = f"{what} {self.number if of_unit else ''} {tensor.nbytes}".encode()
-        by_gloo = self.trail.backends.get(tensor.device.type) == "gloo"
-        device = None if by_gloo else tensor.device
+        device = None if self._is_gloo(tensor) else tensor.device
         captured = device is not None and is_capturing(device)
         number = 0 if captured else self.trail.add(label, mark)
         try:

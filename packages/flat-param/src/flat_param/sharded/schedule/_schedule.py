@@ -38,15 +38,14 @@ from torch import Tensor, nn
 
 from ..._errors import StateError
 from ..._torch_compat import at_end_of_backward
-from ...comm._buffer_pool import BufferPool
-from ...comm._comm import CommLog
+from ...comm._comm import BufferPool, CommLog
 from ...comm._streams import refuse_capture
 from ..tensor._nested import cast_floats, hook_nodes, tensors_in
 from ..unit._segment import ShardedSegment
 from ..unit._strays import look_for_strays
 from ..unit._unit import Unit
 from ._order import agree
-from ._passes import BackwardPass, ForwardPass, Pass, UnitBackward, UnitForward
+from ._passes import BackwardPass, ForwardPass, Pass, UnitBackward, UnitForward, UnitInputs
 
 
 class Schedule:
@@ -92,7 +91,7 @@ class Schedule:
     @property
     def depth(self) -> int:
         """Number of nested running forwards."""
-        return 0 if self.forward is None else len(self.forward.running)
+        return 0 if self.forward is None else len(self.forward.units)
 
     def computes(self, unit: Unit) -> bool:
         """Whether the unit's forward or backward is running, so that the module has the leaves."""
@@ -110,7 +109,7 @@ class Schedule:
         """End a pass that an exception has stopped, if there is one. Not a collective."""
         if self.backward is not None and self.backward.was_stopped:
             self.abandon()
-        if self.forward is not None and not self.forward.running:
+        if self.forward is not None and not self.forward.units:
             self._drop_forward()
 
     # Forward.
@@ -130,8 +129,10 @@ class Schedule:
         if begun is not None:
             self._prefetch_forward(unit)
             if torch.is_grad_enabled():
-                inputs = (args, kwargs, unit.ignored)
-                self.current.of(unit).hook_inputs(begun, inputs, _on_input_grad)
+                found = self.current.inputs
+                if unit not in found:
+                    found[unit] = UnitInputs(unit)
+                found[unit].hook(begun, (args, kwargs, unit.ignored), _on_input_grad)
         policy = unit.options.precision
         dtype = policy.param_dtype if policy.cast_forward_inputs else None
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
@@ -142,11 +143,12 @@ class Schedule:
         if forward is None:
             self._begin_pass()
             self.current.forward = forward = ForwardPass()
-        around = self.current.of(unit).around
+        around = self.current.around[unit]
         around.update(forward.units, forward.incomplete)
         around.discard(unit)  # a module that calls itself
-        begun = UnitForward(unit)
-        forward.running.append((unit, begun))
+        begun = UnitForward(unit, unit.leaf_versions())
+        forward.units.append(unit)
+        forward.begun.append(begun)
         forward.order.append(unit)
         unit.reshard_if_stale()
         return begun
@@ -178,9 +180,9 @@ class Schedule:
         returns = keeps = False
         if torch.is_grad_enabled():
             tensors = list(tensors_in(output))
-            running = [] if self.forward is None else self.forward.running[-1:]
+            begun = [] if self.forward is None else self.forward.begun[-1:]
             # A graph may be the only reference to the schedule, and keeps its `UnitForward`.
-            told = partial(self._on_output_grad, unit, *running)
+            told = partial(self._on_output_grad, unit, *begun)
             returns = hook_nodes(tensors, told) or not tensors
             keeps = returns and (self.depth == 1 or not tensors or not unit.frees_after_forward)
         if self.backward is None and self.forward is not None:
@@ -194,9 +196,9 @@ class Schedule:
 
         A unit of several modules stays unsharded until all were called.
         """
-        _, begun = forward.running[-1]
-        unit.check_unwritten(begun.versions)
-        forward.running.pop()
+        unit.check_unwritten(forward.begun[-1].versions)
+        forward.units.pop()
+        forward.begun.pop()
         chain = self.current.chain
         if returns:
             chain.pop(unit, None)
@@ -215,7 +217,7 @@ class Schedule:
         else:
             unit.reshard()
             self.was_freed(unit)
-        if not forward.running:
+        if not forward.units:
             self._end_forward(forward)
 
     def _end_forward(self, forward: ForwardPass) -> None:
@@ -238,8 +240,8 @@ class Schedule:
         if forward is None or self.backward is not None:
             return
         left = forward.units[depth:]
-        del forward.running[depth:]
-        if forward.running:  # the module around it may catch the exception
+        del forward.units[depth:], forward.begun[depth:]
+        if forward.units:  # the module around it may catch the exception
             for unit in left:
                 if unit not in forward.units:
                     unit.reshard()
@@ -290,7 +292,7 @@ class Schedule:
         part.take(index, self.pool)
         state.arrived += 1
         if state.arrived == state.expected:
-            for outer in self.current.around(unit):
+            for outer in self.current.around[unit]:
                 around = self._standing(outer)
                 around.inner -= 1
                 self._advance(outer, around)
@@ -300,10 +302,8 @@ class Schedule:
         """Reduce and reshard a unit as soon as the docstring of the file allows it."""
         if not state.begun or state.arrived < state.expected or state.freed:
             return
-        forwards = self.current.of(unit).forwards()
-        counts = [(each.inputs, state.inputs_arrived[each]) for each in forwards]
-        inputs = sum([count for count, _ in counts])
-        missing = inputs - sum([arrived for _, arrived in counts])
+        found = self.current.inputs.get(unit)
+        inputs, missing = (0, 0) if found is None else found.count(state.inputs_arrived)
         if state.expected == len(unit.nodes) or (inputs and missing <= 0):
             self._on_grads(unit)
         if state.inner or missing > 0 or not (inputs or state.expected == unit.leaf_count):
@@ -347,7 +347,7 @@ class Schedule:
             to_gather |= dict.fromkeys((unit, *unit.backward_prefetch))
         units = {unit: UnitBackward(unit.count_expected()) for unit in chain}
         for unit, state in units.items():
-            for outer in self.current.around(unit) if state.expected else ():
+            for outer in self.current.around[unit] if state.expected else ():
                 if outer in units:
                     units[outer].inner += 1
         if not sync:
@@ -510,7 +510,7 @@ class Schedule:
         found: list[Unit] = []
         begun: list[Unit] = []
         for unit in order:
-            while begun and begun[-1] not in self.current.around(unit):
+            while begun and begun[-1] not in self.current.around[unit]:
                 found.append(begun.pop())
             begun.append(unit)
         return found + begun[::-1]

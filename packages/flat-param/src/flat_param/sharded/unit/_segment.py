@@ -43,16 +43,15 @@ from ..._torch_compat import (
 from ...buffers._dtensors import as_plain, local_of, place_of_dtensor
 from ...buffers._grads import GradBuffer
 from ...buffers._views import ParamViews, memory_order, param_views, zero_gaps_
-from ...comm._buffer_pool import BufferPool
 from ...comm._clip import spread_of
-from ...comm._comm import Pending
+from ...comm._comm import BufferPool, Pending
 from ...comm._groups import CommGroups
 from ...comm._streams import (
+    HERE,
+    Home,
     SideWork,
-    at_home,
-    home_stream,
+    home_of,
     is_capturing,
-    record_use,
     side_stream,
 )
 from ...layout._layout import Segment
@@ -133,7 +132,7 @@ class ShardedSegment:
         self._users: list[torch.Stream] = []  # streams that read the full buffer
         self._is_captured = False  # whether they do so in a graph
         self._copy: SideWork | None = None
-        self._home: torch.Stream | None = None
+        self._home = HERE
         self._make_full()
 
     @torch.no_grad()
@@ -194,20 +193,12 @@ class ShardedSegment:
         goes = home.type == "cpu" and self.device.type not in ("cpu", "meta")
         return goes and self.options.pin_memory
 
-    @property
-    def version(self) -> int:
-        """A number that changes with every in-place change of a parameter, and with every step.
-
-        Steps count on all ranks, also on those without elements.
-        """
-        with without_torch_function():
-            versions = sum([param._version for param in self.held.params])
-        return versions + self.pieces[0].segment.steps
-
     def use(self) -> None:
         """Read the full buffer on the current stream, after it was gathered."""
-        here = None if self.aliased else home_stream(self.device)
-        if here is not None and here not in self._users:
+        if self.aliased or self.device.type == "cpu":
+            return
+        here = torch.accelerator.current_stream(self.device)
+        if here not in self._users:
             if self._users:
                 here.wait_stream(self._users[0])  # that one has waited for the gather
             else:
@@ -233,7 +224,7 @@ class ShardedSegment:
             if pending.work is None or pending.device is not None:
                 pending.wait()  # the side stream waits
             else:
-                pending.home = work.stream  # the host will wait, as with gloo
+                pending.home = Home(work.stream)  # the host will wait, as with gloo
         self._copy = None if self.shard.device == full.device else work
         return pending.then(work.wait)
 
@@ -275,7 +266,9 @@ class ShardedSegment:
 
     def free(self) -> None:
         """Free the full buffer's memory; the leaves stay, and are valid after the next gather."""
-        if not self.aliased:
+        if self.aliased:
+            return
+        if self._users:
             is_foreign = is_capturing(self.device) and not self._is_captured
             for stream in self._users:
                 if is_foreign:  # no stream of a capture can wait for work before it
@@ -283,7 +276,7 @@ class ShardedSegment:
                 else:
                     side_stream(self.device, "in").wait_stream(stream)
             self._users = []
-            self.full.untyped_storage().resize_(0)
+        self.full.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def load_full(self, index: int, whole: Tensor) -> None:
@@ -347,7 +340,7 @@ class ShardedSegment:
         """Return the buffer of this rank's gradients."""
         if self.arriving is None:
             numel, device = self.plan.numel, self.device
-            self._home = home_stream(device)
+            self._home = home_of(device)
             if self.comms.reduce.world_size == 1:  # it becomes `reduced`
                 whole = torch.empty(numel, dtype=self.grad_dtype, device=device)
             else:
@@ -374,7 +367,7 @@ class ShardedSegment:
         buffer, ranks = self.need_buffer(pool), self.comms.world_size
         self.used = [now or before for now, before in zip(buffer.arrived, self.used, strict=True)]
         factor = float(ranks if how.factor is None else how.factor)
-        with at_home(self._home):
+        with self._home:
             buffer.zero_rest()
             full = buffer.flat
             if full.dtype == torch.float16:
@@ -405,7 +398,7 @@ class ShardedSegment:
         comm, reduced = self.comms.replicate, self._reduced
         if reduced is None:
             return Pending(comm, "all_reduce")
-        with at_home(self._home):
+        with self._home:
             if self.kept is not None:
                 reduced.add_(self.kept)
                 self.kept = None
@@ -433,7 +426,7 @@ class ShardedSegment:
         shard = self.shard
         moved = torch.empty_like(shard, pin_memory=self.pins(shard.device))
         with SideWork(reduced.device, "out") as copy:
-            record_use(self._home, reduced)
+            reduced.record_stream(copy.stream)
             moved.copy_(reduced.to(shard.dtype), non_blocking=True)
         self._copy_out = copy
         return moved
@@ -454,7 +447,7 @@ class ShardedSegment:
         taken = [index for index in used if not self.pieces[index].skips]
         params = [self.held.params[index] for index in taken]
         pieces = [self.pieces[index] for index in taken]
-        with at_home(self._home):
+        with self._home:
             with without_torch_function():
                 told = [post_accumulate_grad_hooks(param) for param in params]
                 grads = [piece.view(reduced.data) for piece in pieces]  # with own version counters

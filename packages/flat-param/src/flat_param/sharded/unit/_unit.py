@@ -31,7 +31,7 @@ from ..._torch_compat import will_run, without_torch_function
 from ...buffers._owners import Owner
 from ...comm._comm import Pending
 from ...comm._groups import CommGroups
-from ...comm._streams import is_capturing
+from ...comm._streams import capture_query
 from ...layout._options import UnitOptions
 from ..tensor._param_piece import ParamPiece, mark_shown
 from ..tensor._piece_tensors import outside_unit
@@ -150,6 +150,7 @@ class Unit:
         """Read parameters and leaves again, after they were made or replaced."""
         self.leaf_count = sum([len(part.leaves) for part in self.parts])
         self.nodes = [node for part in self.parts for node in part.nodes]
+        self._is_capturing = capture_query(self.parts[0].device.type if self.parts else "cpu")
         self._entries = []
         for site in self.sites:
             param, leaf = site.part.held.params[site.index], site.part.leaves[site.index]
@@ -286,7 +287,7 @@ class Unit:
         """Numbers that change with every write to a leaf that is lost when the unit is freed."""
         return [leaf._version for part in self.parts if not part.aliased for leaf in part.leaves]
 
-    def check_unwritten(self, before: list[int]) -> None:
+    def check_unwritten(self, before: Sequence[int]) -> None:
         """Refuse leaves that forward has written to.
 
         Raises:
@@ -338,9 +339,15 @@ class Unit:
         return self.is_gathered and self._version != self._current_version()
 
     def _current_version(self) -> tuple[int, bool]:
-        """A gather in a captured graph runs in replays only, so a capture counts too."""
-        captured = bool(self.parts) and is_capturing(self.parts[0].device)
-        return sum([part.version for part in self.parts]), captured
+        """A value that changes with every in-place change of a parameter, and with every step.
+
+        Steps count on all ranks, also on those without elements. A gather in a captured graph runs
+        in replays only, so a capture counts too.
+        """
+        with without_torch_function():
+            changes = [param._version for part in self.parts for param in part.held.params]
+        steps = [part.pieces[0].segment.steps for part in self.parts]
+        return sum(changes) + sum(steps), self._is_capturing()
 
     def rebind(self) -> None:
         """Update shards and leaves after `module.to()` changed dtype or device."""
