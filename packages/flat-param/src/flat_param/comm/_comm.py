@@ -45,23 +45,6 @@ _POLLS_OF_A_DEADLOCK = 4
 _KEPT_BUFFERS = 3
 
 
-def _gather_notes(
-    note: Any, group: dist.ProcessGroup | None, world_size: int, device: torch.device | None
-) -> list[Any]:
-    """Gather every rank's note. Not by torch's `all_gather_object`, which needs numpy."""
-    data = torch.frombuffer(bytearray(pickle.dumps(note)), dtype=torch.uint8).to(device)
-    size = torch.tensor([data.numel()], device=device)
-    sizes = [torch.empty_like(size) for _ in range(world_size)]
-    dist.all_gather(sizes, size, group=group)
-    padded = data.new_zeros(max(int(each) for each in sizes))
-    padded[: data.numel()] = data
-    found = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(found, padded, group=group)
-    here = [each.cpu() for each in found]
-    texts = (string_at(each.data_ptr(), int(n)) for each, n in zip(here, sizes, strict=True))
-    return [pickle.loads(text) for text in texts]
-
-
 @dataclass(frozen=True)
 class CommCount:
     """Collectives of one kind on this rank.
@@ -210,6 +193,7 @@ class Communicator:
                 out.copy_(shard)
             return Pending(self, "all_gather")
         sent = (self.world_size - 1) * shard.nbytes
+        out, shard = out.view(torch.uint8), shard.view(torch.uint8)  # every backend moves bytes
         if self.world_size == 2 and self._is_gloo(out):
             mine, theirs = self._halves(out)
             mine.copy_(shard)
@@ -225,6 +209,7 @@ class Communicator:
             out.copy_(full)
             return Pending(self, "reduce_scatter")
         sent = (self.world_size - 1) * out.nbytes
+        out, full = _real(out), _real(full)
         if not self._is_gloo(full):
             return self._start("reduce_scatter", sent, _reduce_scatter, out, full)
         mine, given = self._halves(full) if self.world_size == 2 else (None, full)
@@ -264,7 +249,7 @@ class Communicator:
         if self.world_size == 1:
             return Pending(self, "all_reduce")
         sent = 2 * (self.world_size - 1) * tensor.nbytes // self.world_size
-        return self._start("all_reduce", sent, dist.all_reduce, tensor, op, of_unit=of_unit)
+        return self._start("all_reduce", sent, dist.all_reduce, _real(tensor), op, of_unit=of_unit)
 
     def broadcast(self, tensor: Tensor) -> Pending:
         """Give every rank the `tensor` of the group's first rank, in place. Collective."""
@@ -273,16 +258,29 @@ class Communicator:
         return self._start("broadcast", tensor.nbytes, partial(dist.broadcast, group_src=0), tensor)
 
     def share(self, note: Any) -> list[Any]:
-        """Return every rank's small picklable `note`. Collective; the ranks trust each other."""
+        """Return every rank's small picklable `note`. Collective; the ranks trust each other.
+
+        torch's `all_gather_object` needs numpy.
+        """
         if self.world_size == 1:
             return [note]
         self.log.add("share", 0)
         has_cpu = self.trail is not None and "cpu" in self.trail.backends
         device = None if has_cpu else torch.accelerator.current_accelerator()
+        data = torch.frombuffer(bytearray(pickle.dumps(note)), dtype=torch.uint8).to(device)
+        size = torch.tensor([data.numel()], device=device)
+        sizes = [torch.empty_like(size) for _ in range(self.world_size)]
         try:
-            return _gather_notes(note, self.group, self.world_size, device)
+            dist.all_gather(sizes, size, group=self.group)
+            padded = data.new_zeros(max(int(each) for each in sizes))
+            padded[: data.numel()] = data
+            found = [torch.empty_like(padded) for _ in sizes]
+            dist.all_gather(found, padded, group=self.group)
         except RuntimeError as error:
             raise self._fault("share", str(error)) from error
+        here = [each.cpu() for each in found]
+        texts = [string_at(each.data_ptr(), int(n)) for each, n in zip(here, sizes, strict=True)]
+        return [pickle.loads(text) for text in texts]
 
     def finish(self, pending: Pending) -> None:
         """Wait for a collective; raise `CommError` that names dead ranks if it fails."""
@@ -294,36 +292,30 @@ class Communicator:
             return
         polls = 0
         try:
-            while not self._finished_within(work, label):
+            while True:
+                try:
+                    work.wait(timedelta(seconds=_POLL_S))
+                    return
+                except RuntimeError as error:
+                    if work.is_completed():
+                        raise self._fault(label, str(error)) from error
                 trouble = trail.trouble()
                 if trouble:
                     raise self._fault(label, trouble)
                 polls += 1
-                if polls % _POLLS_OF_A_DEADLOCK == 0:
-                    self._look_for_deadlock(pending)
+                reason = (
+                    "" if polls % _POLLS_OF_A_DEADLOCK else trail.deadlock(label, pending.number)
+                )
+                if reason:
+                    trail.diagnosis(reason)
+                    raise CommError(
+                        f"flat_param.fully_shard: {reason}, but all ranks must run the same units "
+                        "in the same order. Look for a unit that only some ranks have called, and "
+                        "restart from the last checkpoint."
+                    )
         finally:
             if polls >= _POLLS_OF_A_DEADLOCK:
                 trail.stop_waiting()
-
-    def _look_for_deadlock(self, pending: Pending) -> None:
-        assert self.trail is not None, "it has a group"
-        reason = self.trail.deadlock(pending.label, pending.number)
-        if reason:
-            self.trail.diagnosis(reason)
-            raise CommError(
-                f"flat_param.fully_shard: {reason}, but all ranks must run the same units in the "
-                "same order. Look for a unit that only some ranks have called, and restart from "
-                "the last checkpoint."
-            )
-
-    def _finished_within(self, work: dist.Work, label: str) -> bool:
-        try:
-            work.wait(timedelta(seconds=_POLL_S))
-        except RuntimeError as error:
-            if not work.is_completed():
-                return False
-            raise self._fault(label, str(error)) from error
-        return True
 
     def _start(
         self,
@@ -355,3 +347,8 @@ class Communicator:
             "under 'if rank == 0'; if a rank has ended, restart from the last checkpoint. "
             f"({reason.splitlines()[0]})"
         )
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return complex numbers as pairs of real ones: sums are equal, and backends support them."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

@@ -13,8 +13,6 @@ from types import TracebackType
 
 import torch
 
-from .._errors import StateError
-
 HERE: AbstractContextManager[None] = nullcontext()
 """The home of memory on CPU, which has no streams."""
 
@@ -121,13 +119,3 @@ def capture_query(kind: str) -> Callable[[], bool]:
     if kind in ("cpu", "meta"):
         return bool
     return getattr(torch.get_device_module(kind), "is_current_stream_capturing", bool)
-
-
-def refuse_capture(name: str, device: torch.device) -> None:
-    """Raise an error during capture of a unit whose gradients are copied to the host."""
-    if is_capturing(device):
-        raise StateError(
-            f"flat_param.fully_shard: unit '{name}' has an offload_policy and a graph is being "
-            "captured, but gradients cannot be moved to the host during a capture. Capture "
-            "without offload_policy, or run this module outside of the capture."
-        )

@@ -38,6 +38,7 @@ from ..unit._unit import Unit
 InputHook = Callable[[weakref.ref[Unit], "UnitForward", Tensor], None]
 
 
+@dataclass(eq=False)
 class UnitForward:
     """One forward of a unit.
 
@@ -50,11 +51,10 @@ class UnitForward:
         versions: of the unit's leaves when it began.
     """
 
-    def __init__(self, unit: Unit, versions: Sequence[int] = ()) -> None:
-        self.unit = weakref.ref(unit)
-        self.versions = versions
-        self.inputs = 0
-        self.handles: list[RemovableHandle] = []
+    unit: weakref.ref[Unit]
+    versions: Sequence[int] = ()
+    inputs: int = 0
+    handles: list[RemovableHandle] = field(default_factory=list)
 
     def hook(self, tensor: Tensor, function: InputHook) -> None:
         """Call a function with the unit and this forward at the gradient of an input."""
@@ -68,7 +68,7 @@ class UnitInputs:
     def __init__(self, unit: Unit) -> None:
         self._forwards: list[weakref.ref[UnitForward]] = []
         # Leaves, such as parameters that the unit ignores, outlive graphs, so they have one hook.
-        self._leaves = UnitForward(unit)
+        self._leaves = UnitForward(weakref.ref(unit))
         self._known: dict[int, weakref.ref[Tensor]] = {}
 
     def hook(self, forward: UnitForward, inputs: Any, function: InputHook) -> None:
@@ -127,13 +127,10 @@ class Pass:
     inputs: dict[Unit, UnitInputs] = field(default_factory=dict)
     is_spent: bool = False
 
-    def next(self) -> Pass:
-        """The pass of an outermost forward: a new one after a backward."""
-        if not self.is_spent:
-            return self
+    def end(self) -> None:
+        """Remove the hooks on inputs: no backward will reach them."""
         for each in self.inputs.values():
             each.end()
-        return Pass()
 
 
 @dataclass

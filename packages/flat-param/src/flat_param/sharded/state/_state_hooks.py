@@ -52,7 +52,7 @@ def _present(
     if unit.copies is not None:
         return
     for site in sites:
-        name, param = prefix + site.key, site.part.held.params[site.index]
+        name, param = prefix + site.key, site.param
         if isinstance(state.get(name), Tensor):
             elements = memory_order(plain(param), param.stride())
             is_plain = site.piece.is_plain
@@ -74,7 +74,7 @@ def _take(
     put_to_rest(unit, "load_state_dict")
     unit.reshard()
     for site in sites:
-        name, param = prefix + site.key, site.part.held.params[site.index]
+        name, param = prefix + site.key, site.param
         value = state.get(name)
         if not isinstance(value, Tensor) or value is param:
             continue  # torch passes the module's own parameters for missing values
@@ -84,5 +84,5 @@ def _take(
             errors.append(str(error))
         else:
             if elements.data_ptr() != param.data_ptr():  # not read in place by load_sharded
-                site.part.write(site.index, elements)
+                site.piece.flat(site.part.shard).copy_(elements.detach())
         state[name] = param

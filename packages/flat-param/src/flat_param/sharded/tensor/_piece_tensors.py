@@ -553,7 +553,7 @@ def be_piece(param: nn.Parameter, piece: Part) -> None:
 def _all_pieces_in(args: Iterable[Any]) -> Iterator[tuple[Tensor, Part]]:
     for each in args:
         if isinstance(each, (Piece, PieceParameter)):
-            piece = piece_of(each)
+            piece = getattr(each, PIECE, None)
             if piece is not None:
                 yield each, piece
         elif isinstance(each, (list, tuple)):

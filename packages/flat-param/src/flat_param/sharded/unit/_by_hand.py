@@ -7,9 +7,8 @@ interrupted gather leaves the unit resharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import nn
@@ -26,25 +25,22 @@ STOPPED = object()
 class UnshardHandle:
     """A gather that `ShardedModule.unshard` has started."""
 
-    def __init__(self, show: Callable[[], None]) -> None:
-        self._show = show
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
 
     def wait(self) -> None:
         """Wait for the unsharded parameters and show them.
 
         Does nothing in a second call, or after a forward, backward or `reshard()` freed them.
         """
-        self._show()
-
-
-def _show(unit: Unit) -> None:
-    unit.schedule.settle()
-    if unit.is_by_hand and not unit.is_shown:
-        try:
-            unit.show()
-        except BaseException:
-            unit.reshard()
-            raise
+        unit = self._unit
+        unit.schedule.settle()
+        if unit.is_by_hand and not unit.is_shown:
+            try:
+                unit.show()
+            except BaseException:
+                unit.reshard()
+                raise
 
 
 def begin_unshard(unit: Unit) -> UnshardHandle:
@@ -62,14 +58,14 @@ def begin_unshard(unit: Unit) -> UnshardHandle:
         except BaseException:
             unit.reshard()
             raise
-    return UnshardHandle(partial(_show, unit))
+    return UnshardHandle(unit)
 
 
 def reshard(unit: Unit) -> None:
     """Reshard a unit; a later backward gathers it again. Not a collective."""
     schedule = unit.schedule
     schedule.settle()
-    backward = schedule.backward
+    backward = schedule.current.backward
     state = None if backward is None else backward.units.get(unit)
     if schedule.computes(unit) or (state is not None and not state.freed):
         name = f"unit '{unit.name}'" if unit.name else "the outermost unit"
@@ -114,7 +110,7 @@ def put_to_rest(unit: Unit, function: str) -> None:
     """
     schedule = unit.schedule
     schedule.settle()
-    if schedule.depth or schedule.backward is not None:
+    if schedule.depth or schedule.current.backward is not None:
         raise StateError(
             f"flat_param.{function}: called inside forward or backward, where the module has "
             "unsharded parameters. Call it between steps."

@@ -25,9 +25,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +40,9 @@ from ..._torch_compat import (
     without_torch_function,
 )
 from ...buffers._dtensors import as_plain, local_of, place_of_dtensor
-from ...buffers._grads import GradBuffer
-from ...buffers._views import ParamViews, memory_order, param_views, zero_gaps_
-from ...comm._clip import spread_of
+from ...buffers._views import GradBuffer, ParamViews, memory_order, param_views, zero_gaps_
 from ...comm._comm import BufferPool, Pending
-from ...comm._groups import CommGroups
+from ...comm._groups import CommGroups, spread_of
 from ...comm._streams import (
     HERE,
     Home,
@@ -60,20 +57,8 @@ from ...layout._shard import plan_shard
 from ..tensor._param_piece import ParamPiece, PieceSegment
 from ..tensor._piece_tensors import as_piece, be_piece
 
-
-@dataclass(frozen=True)
-class Reduction:
-    """How the gradients of a unit are reduced over ranks.
-
-    Attributes:
-        factor: divisor of sums; None: the number of ranks.
-        sums_copies: whether replicas are reduced.
-        on_sum: called with this rank's part of each sum before the division.
-    """
-
-    factor: float | None = None
-    sums_copies: bool = True
-    on_sum: Callable[[Tensor], object] | None = None
+if TYPE_CHECKING:
+    from ._unit import Unit
 
 
 class ShardedSegment:
@@ -122,18 +107,24 @@ class ShardedSegment:
         self.device = device
         world_size = comms.gather.world_size
         self.plan = plan_shard(segment.layout, world_size=world_size, boundary=options.boundary)
-        self.pieces = self._make_pieces(params)
+        common = PieceSegment(self.plan, comms.gather, comms.replicate, device)
+        self.pieces = tuple(
+            ParamPiece(
+                index, common, place=place, spread=(comms.reduce, *spread_of(place, comms.log))
+            )
+            for index, place in enumerate(map(place_of_dtensor, params))
+        )
         home = torch.device("cpu") if options.cpu_offload else device
         dtype, numel = segment.layout.dtype, self.plan.shard_numel
         self.shard = torch.zeros(numel, dtype=dtype, device=home, pin_memory=self.pins(home))
         self.held = self._move_into_shard(params)
         self._mark_params()
-        self.unit: Callable[[], Any] = lambda: None
+        self.unit: Callable[[], Unit | None] = lambda: None
         self._users: list[torch.Stream] = []  # streams that read the full buffer
         self._is_captured = False  # whether they do so in a graph
         self._copy: SideWork | None = None
         self._home = HERE
-        self._make_full()
+        self.make_full()
 
     @torch.no_grad()
     def _move_into_shard(self, params: Sequence[nn.Parameter]) -> ParamViews:
@@ -145,20 +136,12 @@ class ShardedSegment:
             moved.append(as_plain(param, views[index]))
         return ParamViews(moved, views)
 
-    def _make_pieces(self, params: Sequence[nn.Parameter]) -> tuple[ParamPiece, ...]:
-        comms = self.comms
-        segment = PieceSegment(self.plan, comms.gather, comms.replicate, self.device)
-        made = []
-        for index, place in enumerate(map(place_of_dtensor, params)):
-            spread = (comms.reduce, *spread_of(place, comms.log))
-            made.append(ParamPiece(index, segment, place=place, spread=spread))
-        return tuple(made)
-
     def _mark_params(self) -> None:
         for param, piece in zip(self.held.params, self.pieces, strict=True):
             be_piece(param, piece)
 
-    def _make_full(self) -> None:
+    def make_full(self) -> None:
+        """Make buffer and leaves; earlier ones live as long as their users."""
         dtype = compute_dtype(self.options.precision, self.shard.dtype)
         alone = self.comms.gather.world_size == 1
         self.aliased = alone and dtype == self.shard.dtype and self.shard.device == self.device
@@ -181,7 +164,8 @@ class ShardedSegment:
             leaf.register_post_accumulate_grad_hook(partial(_on_grad, weakref.ref(self), index))
         self.grad_dtype = reduction_dtype(self.options.precision, self.shard.dtype)
         self.forget_grads()
-        self.free()
+        if not self.aliased:
+            self.free()
 
     def placed(self, index: int, local: Tensor) -> Tensor:
         """Return a parameter as the module has it; `local` is this rank's part."""
@@ -195,7 +179,7 @@ class ShardedSegment:
 
     def use(self) -> None:
         """Read the full buffer on the current stream, after it was gathered."""
-        if self.aliased or self.device.type == "cpu":
+        if self.device.type == "cpu":
             return
         here = torch.accelerator.current_stream(self.device)
         if here not in self._users:
@@ -237,7 +221,7 @@ class ShardedSegment:
             part = full.copy_(part, non_blocking=True)
         else:
             part = part.to(full.device, non_blocking=True).to(full.dtype)
-        pending = comm.all_gather(as_bytes(staged), as_bytes(part))
+        pending = comm.all_gather(staged, part)
         return pending if staged is full else pending.then(partial(self._unstage, full, staged))
 
     def synchronize(self) -> None:
@@ -250,11 +234,6 @@ class ShardedSegment:
         for row, (start, stop) in zip(rows, self.plan.ranges, strict=True):
             full[start:stop].copy_(row[: stop - start])
 
-    def remake(self) -> None:
-        """Replace buffer and leaves; the old memory lives as long as its users."""
-        if not self.aliased:
-            self._make_full()
-
     def attach_leaves(self) -> None:
         """Give leaves that have other memory, as after `leaf.data = ...`, the full buffer again."""
         memory = self.full.untyped_storage().data_ptr()
@@ -266,8 +245,6 @@ class ShardedSegment:
 
     def free(self) -> None:
         """Free the full buffer's memory; the leaves stay, and are valid after the next gather."""
-        if self.aliased:
-            return
         if self._users:
             is_foreign = is_capturing(self.device) and not self._is_captured
             for stream in self._users:
@@ -303,11 +280,6 @@ class ShardedSegment:
             self.held.take(index, values)
 
     @torch.no_grad()
-    def write(self, index: int, elements: Tensor) -> None:
-        """Copy this rank's elements of a parameter, 1-D, into the shard. Not a collective."""
-        self.pieces[index].flat(self.shard).copy_(elements)
-
-    @torch.no_grad()
     def rebind(self, tensors: Sequence[Tensor]) -> None:
         """Use pieces of another dtype or device, after `.to()`."""
         dtype, home = tensors[0].dtype, tensors[0].device
@@ -321,7 +293,7 @@ class ShardedSegment:
         self.device = self.device if self.options.cpu_offload else moved.device
         self.shard = moved
         if remade:
-            self._make_full()
+            self.make_full()
         self.pieces[0].segment.device = self.device
         self._mark_params()
 
@@ -339,7 +311,7 @@ class ShardedSegment:
     def need_buffer(self, pool: BufferPool) -> GradBuffer:
         """Return the buffer of this rank's gradients."""
         if self.arriving is None:
-            numel, device = self.plan.numel, self.device
+            numel, device = self.full.numel(), self.device
             self._home = home_of(device)
             if self.comms.reduce.world_size == 1:  # it becomes `reduced`
                 whole = torch.empty(numel, dtype=self.grad_dtype, device=device)
@@ -356,17 +328,19 @@ class ShardedSegment:
         if buffer is not None:
             pool.release(buffer)
 
-    def start_reduce(
-        self, how: Reduction, pool: BufferPool
-    ) -> tuple[Pending, Callable[[], Pending]]:
+    def start_reduce(self, unit: Unit, pool: BufferPool) -> tuple[Pending, Callable[[], Pending]]:
         """Begin to reduce the gradients of all ranks into this rank's shard. Collective.
+
+        Args:
+            unit: the segment's unit, which says how gradients are reduced.
+            pool: has temporary buffers.
 
         Returns:
             The reduction, and a function to call after it, which begins the one over replicas.
         """
         buffer, ranks = self.need_buffer(pool), self.comms.world_size
         self.used = [now or before for now, before in zip(buffer.arrived, self.used, strict=True)]
-        factor = float(ranks if how.factor is None else how.factor)
+        factor = float(ranks if unit.divide_factor is None else unit.divide_factor)
         with self._home:
             buffer.zero_rest()
             full = buffer.flat
@@ -378,11 +352,10 @@ class ShardedSegment:
                 self._reduced, pending = full, Pending(comm, "reduce_scatter")
             else:
                 self._reduced = torch.empty(numel, dtype=self.grad_dtype, device=self.device)
-                sent = _real(self._staged(full))
-                pending = comm.reduce_scatter(_real(self._reduced), sent, pool=pool)
+                pending = comm.reduce_scatter(self._reduced, self._staged(full), pool=pool)
         pending.home = self._home
         pending.then(partial(self._release, pool))
-        return pending, partial(self._start_sum, how, factor)
+        return pending, partial(self._start_sum, unit, factor)
 
     def _staged(self, full: Tensor) -> Tensor:
         plan = self.plan
@@ -393,7 +366,7 @@ class ShardedSegment:
             row[: stop - start].copy_(full[start:stop])
         return staged.view(-1)
 
-    def _start_sum(self, how: Reduction, factor: float) -> Pending:
+    def _start_sum(self, unit: Unit, factor: float) -> Pending:
         """Begin to reduce this rank's sum over replicas. Collective."""
         comm, reduced = self.comms.replicate, self._reduced
         if reduced is None:
@@ -402,34 +375,29 @@ class ShardedSegment:
             if self.kept is not None:
                 reduced.add_(self.kept)
                 self.kept = None
-            if not how.sums_copies and comm.group is not None:
+            if not unit.sums_copies and comm.group is not None:
                 self.kept, self._reduced = reduced, None
                 return Pending(comm, "all_reduce")
-            pending = comm.all_reduce(_real(reduced))
+            pending = comm.all_reduce(reduced)
         pending.home = self._home
-        return pending.then(partial(self._after_sum, how, factor))
+        return pending.then(partial(self._after_sum, unit, factor))
 
-    def _after_sum(self, how: Reduction, factor: float) -> None:
+    def _after_sum(self, unit: Unit, factor: float) -> None:
         reduced, shard = self._reduced, self.shard
         if reduced is None:
             return
-        if how.on_sum is not None:
-            how.on_sum(reduced)
+        if unit.on_sum is not None:
+            unit.on_sum(reduced)
         if factor != 1:
             reduced.div_(factor)
         if reduced.device != shard.device:
-            self._reduced = self._to_host(reduced)
+            self._reduced = torch.empty_like(shard, pin_memory=self.pins(shard.device))
+            with SideWork(reduced.device, "out") as copy:
+                reduced.record_stream(copy.stream)
+                self._reduced.copy_(reduced.to(shard.dtype), non_blocking=True)
+            self._copy_out = copy
         elif reduced.dtype != shard.dtype:
             self._reduced = reduced.to(shard.dtype)
-
-    def _to_host(self, reduced: Tensor) -> Tensor:
-        shard = self.shard
-        moved = torch.empty_like(shard, pin_memory=self.pins(shard.device))
-        with SideWork(reduced.device, "out") as copy:
-            reduced.record_stream(copy.stream)
-            moved.copy_(reduced.to(shard.dtype), non_blocking=True)
-        self._copy_out = copy
-        return moved
 
     @torch.no_grad()
     def assign_grads(self, used_anywhere: Sequence[bool]) -> None:
@@ -493,16 +461,6 @@ class ShardedSegment:
         self.arriving = self.kept = self._reduced = self._borrowed = self._copy_out = None
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a flat tensor of any dtype as bytes, so that every backend can move it."""
-    return tensor.view(torch.uint8)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Return complex numbers as pairs of real ones: sums are equal, and backends support them."""
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-
-
 def _on_grad(part_ref: weakref.ref[ShardedSegment], index: int, leaf: Tensor) -> None:
     """Handle the gradient of a leaf; its unit may be deleted."""
     part = part_ref()
@@ -516,4 +474,5 @@ def _on_grad(part_ref: weakref.ref[ShardedSegment], index: int, leaf: Tensor) ->
             "interrupted step, but full parameters have had other memory since then. Run the "
             "forward again."
         )
-    unit.schedule.on_grad(unit, part, index)
+    schedule = unit.schedule_ref() or unit.schedule  # which raises
+    schedule.on_grad(unit, part, index)

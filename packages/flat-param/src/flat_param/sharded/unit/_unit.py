@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,17 +35,26 @@ from ...comm._streams import capture_query
 from ...layout._options import UnitOptions
 from ..tensor._param_piece import ParamPiece, mark_shown
 from ..tensor._piece_tensors import outside_unit
-from ._segment import Reduction, ShardedSegment
+from ._segment import ShardedSegment
 
 
-@dataclass(frozen=True)
+@dataclass
 class ParamSite:
-    """One location in a module at which a parameter is registered; a tied one has several."""
+    """One location in a module at which a parameter is registered; a tied one has several.
+
+    Attributes:
+        param: the optimizer's parameter.
+        leaf: the full parameter.
+    """
 
     registry: dict[str, nn.Parameter | None]
     key: str
     part: ShardedSegment
     index: int
+
+    def refresh(self) -> None:
+        """Read parameter and leaf again, after they were made or replaced."""
+        self.param, self.leaf = self.part.held.params[self.index], self.part.leaves[self.index]
 
     @property
     def piece(self) -> ParamPiece:
@@ -69,8 +78,11 @@ class Unit:
         frees_after_forward: whether it is resharded between forward and backward.
         frees_after_backward: whether it is resharded after backward; None: see `Schedule._release`.
         unshards_in_backward: whether backward gathers it.
+        schedule_ref: a weak reference to the schedule of its tree.
         syncs: whether backward reduces its gradients.
-        reduction: how its gradients are reduced.
+        divide_factor: divisor of sums of gradients; None: the number of ranks.
+        sums_copies: whether gradients are reduced over replicas.
+        on_sum: called with this rank's part of each sum before the division.
         forward_prefetch: units that are gathered when its forward begins; empty for the default.
         backward_prefetch: the same for its backward.
         looked_at: number of registrations at the last search for strays.
@@ -109,27 +121,27 @@ class Unit:
             part.unit = weakref.ref(self)
         self.frees_after_forward = True
         self.frees_after_backward: bool | None = None
-        self.unshards_in_backward = self.syncs = True
-        self.reduction = Reduction()
+        self.unshards_in_backward = self.syncs = self.sums_copies = True
+        self.divide_factor: float | None = None
+        self.on_sum: Callable[[Tensor], object] | None = None
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] = ()
         self.is_unsharded = self.is_by_hand = self.is_shown = False
-        self._gathering: list[Pending | None] | None = None
+        self._gathering: list[Pending] | None = None
         self._version: tuple[int, bool] | None = None
-        self._entries: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         self._piece_nodes: list[Any] = []
         self._use_leaves()
 
     def join(self, schedule: object) -> None:
         """Use the schedule of a tree. It refers to all units, so only modules keep it alive."""
-        self._schedule: weakref.ref[Any] = weakref.ref(schedule)
+        self.schedule_ref: weakref.ref[Any] = weakref.ref(schedule)
         for module in self.modules():
             object.__setattr__(module, "_flat_param_schedule", schedule)
 
     @property
     def schedule(self) -> Any:
         """The `Schedule` of the unit's tree."""
-        schedule = self._schedule()
+        schedule = self.schedule_ref()
         if schedule is None:
             raise StateError(
                 f"flat_param.fully_shard: the module of unit '{self.name}' is deleted, but what is "
@@ -141,20 +153,14 @@ class Unit:
         """Its modules that still exist."""
         return [module for each in self._modules if (module := each()) is not None]
 
-    def rename(self, name: str, label: str) -> None:
-        """Set the unit's name relative to the outermost unit."""
-        self.name = name
-        self.comms.name(label)
-
     def _use_leaves(self) -> None:
         """Read parameters and leaves again, after they were made or replaced."""
+        self._gathered = [part for part in self.parts if not part.aliased]
         self.leaf_count = sum([len(part.leaves) for part in self.parts])
         self.nodes = [node for part in self.parts for node in part.nodes]
         self._is_capturing = capture_query(self.parts[0].device.type if self.parts else "cpu")
-        self._entries = []
         for site in self.sites:
-            param, leaf = site.part.held.params[site.index], site.part.leaves[site.index]
-            self._entries.append((site.registry, site.key, param, leaf))
+            site.refresh()
         self._refuse_grads_of_pieces()
 
     def _refuse_grads_of_pieces(self) -> None:
@@ -182,8 +188,8 @@ class Unit:
         is_captured = self._version[1]  # a stream takes part in a capture by waiting
         waits = not in_backward or is_captured or before != self._version
         self._gathering = gathering = []
-        for part in self.parts:
-            gathering.append(None if part.aliased else part.gather_into(part.full, waits=waits))
+        for part in self._gathered:
+            gathering.append(part.gather_into(part.full, waits=waits))
 
     def take_changes(self) -> None:
         """Copy in the values of parameters that have other memory; also follow `requires_grad`.
@@ -199,8 +205,8 @@ class Unit:
                 "state_dict() can be called with them. Leave the block first."
             )
         with without_torch_function():
-            for site, (registry, key, param, leaf) in zip(self.sites, self._entries, strict=True):
-                current = registry.get(key)
+            for site in self.sites:
+                current, leaf, param = site.registry.get(site.key), site.leaf, site.param
                 if current is leaf:
                     continue
                 if current is not param:
@@ -208,7 +214,7 @@ class Unit:
                     self.swap_out()
                     raise error
                 if leaf.requires_grad != param.requires_grad:
-                    _set_requires_grad(site, leaf, param.requires_grad)
+                    _set_requires_grad(site, param.requires_grad)
             for part in self.parts:
                 if moved := part.held.moved():
                     part.take_moved(moved)
@@ -216,17 +222,15 @@ class Unit:
 
     def swap_in(self) -> None:
         """Set the leaves in the module."""
-        for registry, key, _, leaf in self._entries:
-            registry[key] = leaf
+        for site in self.sites:
+            site.registry[site.key] = site.leaf
 
     def swap_out(self) -> None:
         """Set the optimizer's parameters, or the copies inside `whole_params()`."""
-        if self.copies is not None:
-            for site in self.sites:
-                site.registry[site.key] = self.copies[site.part][site.index]
-        else:
-            for registry, key, param, _ in self._entries:
-                registry[key] = param
+        copies = self.copies
+        for site in self.sites:
+            param = site.param if copies is None else copies[site.part][site.index]
+            site.registry[site.key] = param
 
     def drop_copies(self) -> FlatParamError | None:
         """Set the optimizer's parameters; return the error if a copy was replaced."""
@@ -244,16 +248,15 @@ class Unit:
         if not self.is_unsharded:
             self.start_gather()
             for pending in self._gathering or ():
-                if pending is not None:
-                    pending.wait()
+                pending.wait()
             self._gathering, self.is_unsharded = None, True
-        for part in self.parts:
+        for part in self._gathered:
             part.use()
 
     @property
     def keeps_sums(self) -> bool:
         """Whether sums over the ranks that share the parameters wait for those over replicas."""
-        return not self.reduction.sums_copies and self.comms.replicate.group is not None
+        return not self.sums_copies and self.comms.replicate.group is not None
 
     @property
     def is_gathered(self) -> bool:
@@ -279,13 +282,12 @@ class Unit:
 
     def compute_with_leaves(self) -> None:
         """Set the leaves in the module."""
-        if self.is_by_hand:
-            self.end_show()
+        self.end_show()
         self.swap_in()
 
     def leaf_versions(self) -> list[int]:
         """Numbers that change with every write to a leaf that is lost when the unit is freed."""
-        return [leaf._version for part in self.parts if not part.aliased for leaf in part.leaves]
+        return [leaf._version for part in self._gathered for leaf in part.leaves]
 
     def check_unwritten(self, before: Sequence[int]) -> None:
         """Refuse leaves that forward has written to.
@@ -296,7 +298,7 @@ class Unit:
         now = self.leaf_versions()
         if now == before:
             return
-        pieces = [piece for part in self.parts if not part.aliased for piece in part.pieces]
+        pieces = [piece for part in self._gathered for piece in part.pieces]
         pairs = zip(pieces, before, now, strict=True)
         label = next(piece.label for piece, old, new in pairs if old != new)
         raise StateError(
@@ -307,27 +309,24 @@ class Unit:
 
     def reshard(self) -> None:
         """Put the optimizer's parameters back and free the unsharded ones. Not a collective."""
-        if self.is_by_hand:
-            self.end_show()
+        self.end_show()
         self.swap_out()
         if self._gathering is not None:
             for pending in self._gathering:
-                if pending is not None:
-                    pending.leave()
-            # An interrupted gather may still write to its memory.
-            if len(self._gathering) < len(self.parts):
-                for part in self.parts[len(self._gathering) :]:
-                    part.remake()
+                pending.leave()
+            interrupted = self._gathered[len(self._gathering) :]
+            for part in interrupted:
+                part.make_full()  # a gather may still write to its memory
+            if interrupted:
                 self._use_leaves()
         self._gathering = None
         self.is_unsharded = False
-        for part in self.parts:
+        for part in self._gathered:
             part.free()
 
     def reshard_if_stale(self) -> None:
         """Reshard if any parameter has changed since the gather."""
-        if self.is_by_hand:
-            self.end_show()
+        self.end_show()
         if self.is_gathered:
             self.take_changes()
             if self.is_stale:
@@ -403,11 +402,11 @@ def _replaced(site: ParamSite, value: Any) -> FlatParamError:
     )
 
 
-def _set_requires_grad(site: ParamSite, leaf: Tensor, trainable: bool) -> None:
+def _set_requires_grad(site: ParamSite, trainable: bool) -> None:
     if not site.part.segment.trainable:
         raise ParameterError(
             f"flat_param.fully_shard: parameter {site.piece.label} was frozen when it was sharded "
             "and is trainable now, but frozen segments have no gradient buffers. Make it "
             "trainable before fully_shard."
         )
-    leaf.requires_grad_(trainable)
+    site.leaf.requires_grad_(trainable)
