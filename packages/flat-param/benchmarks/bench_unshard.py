@@ -44,7 +44,7 @@ def ours() -> Step:
     def cycle() -> None:
         unit.reshard_if_stale()
         unit.unshard()
-        unit.sites.swap_in()
+        unit.swap_in()
         unit.reshard()
 
     return cycle

@@ -14,8 +14,6 @@ from simdev.ranks import on_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import flat_param
-from flat_param.comm._clip import norm_over
-from flat_param.comm._comm import CommLog, Communicator
 from flat_param.sharded.tensor._reductions import found_inf_anywhere
 
 WIDTH, SIZE = 64, 2
@@ -45,10 +43,11 @@ def norm(rank, order):
 
 
 def norm_of_own(rank):
-    """The largest of two ranks' own gradients."""
-    both = (Communicator(dist.group.WORLD, log=CommLog()),)
-    given = torch.full((4,), 1.0 + rank, device=DEVICE)
-    return norm_over([((), both, given)], 2.0).item()
+    """The largest norm of two ranks' own gradients of an ignored parameter."""
+    module = torch.nn.Linear(4, 4).to(DEVICE)
+    trained = flat_param.fully_shard(module, ignored_params={module.bias})
+    trained.bias.grad = torch.full((4,), 1.0 + rank, device=DEVICE)
+    return trained.clip_grad_norm_(1.0).item()
 
 
 def overflow(rank):

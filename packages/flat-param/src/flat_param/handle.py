@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ._errors import ParameterError, StateError
 from .buffers._overlap import check_apart
-from .buffers._owners import check_unowned
+from .buffers._owners import FLATTENED, UNIT, check_owners
 from .buffers._views import ParamViews, allocate, param_views, unflatten
 from .comm._comm import CommLog, Communicator
 from .comm._exit import dropped_at_exit
@@ -250,7 +250,9 @@ class FlatParamHandle:
                 "foreign parameters out."
             )
         check_apart("FlatParamHandle", module, found)
-        check_unowned("FlatParamHandle", [(s.name, p) for s, p in zip(specs, found, strict=True)])
+        named = [(spec.name, param) for spec, param in zip(specs, found, strict=True)]
+        kinds = (UNIT, FLATTENED)
+        check_owners("FlatParamHandle", module, named, kinds, never=kinds)
         strides = tuple(tuple(param.stride()) for param in found)
         contiguities = tuple(map(_is_truly_contiguous, found))
         aligned = DEFAULT_ALIGN_BYTES // self._fwd_bwd_param_dtype.itemsize

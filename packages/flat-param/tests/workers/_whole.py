@@ -75,5 +75,5 @@ def whole_bytes(model: nn.Module) -> int:
 
 def whole_grad_bytes(model: nn.Module) -> int:
     """Bytes of this rank's gradients that are not summed yet."""
-    grads = [each for unit in model._flat_param.schedule.units for each in unit.grads]
-    return sum(each.held.flat.nbytes for each in grads if each.held is not None)
+    grads = [each for unit in model._flat_param.schedule.units for each in unit.trained]
+    return sum(each.arriving.flat.nbytes for each in grads if each.arriving is not None)

@@ -164,7 +164,7 @@ def check_reduce_dtype_and_inputs_are_as_asked(rank: int, world: int) -> None:
         model, reference = sharded(mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)), plain()
         loss_of(model, share(ids, rank)).backward()
         loss_of(reference, ids).backward()
-        assert {grads.dtype for grads in model._flat_param.grads} == {dtype}
+        assert {part.grad_dtype for part in model._flat_param.trained} == {dtype}
         assert model.head.weight.grad.dtype == torch.float32
         assert distance(whole_grads(model), plain_grads(reference)) < error, dtype
     for cast in (True, False):

@@ -43,8 +43,9 @@ def _needed(owner: Any, name: str) -> Any:
 
 
 def default_store() -> Any:
-    """The store of the default process group."""
-    return _needed(dist.distributed_c10d, "_get_default_store")()
+    """The store of the default process group, for keys of this package."""
+    store = _needed(dist.distributed_c10d, "_get_default_store")()
+    return _needed(dist, "PrefixStore")("flat_param", store)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -78,14 +79,9 @@ def will_run(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
-def current_backward() -> int:
-    """A number of the backward that this thread is inside of; -1 outside of one."""
-    return torch._C._current_graph_task_id()
-
-
 def backward_is_running() -> bool:
-    """Whether a backward pass is running in this thread."""
-    return current_backward() != -1
+    """Whether this thread is inside of a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -31,28 +31,10 @@ class Owner:
     def __init__(
         self, kind: str, module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
     ) -> None:
-        self._module = weakref.ref(module)
+        self.module = weakref.ref(module)
         self.is_dropped = False
         for name, param in named:
             _owners[kind][param] = weakref.ref(self), name
-
-    def drop(self) -> None:
-        """Release all parameters."""
-        self.is_dropped = True
-
-    def is_around(self, module: nn.Module) -> bool:
-        """Whether the module is inside the owner's module."""
-        own = self._module()
-        return own is not None and own is not module and _has(own, module)
-
-    def is_beside(self, module: nn.Module) -> bool:
-        """Whether neither of the two modules is inside the other."""
-        own = self._module()
-        return own is not None and not _has(own, module) and not _has(module, own)
-
-
-def _has(module: nn.Module, other: nn.Module) -> bool:
-    return any(other is one for one in module.modules())
 
 
 _owners: dict[str, Any] = {kind: WeakTensorKeyDictionary() for kind in (FLATTENED, UNIT, IGNORED)}
@@ -72,40 +54,35 @@ def check_owners(
     named: Iterable[tuple[str, nn.Parameter]],
     kinds: Sequence[str],
     *,
-    never: str = "",
+    never: Sequence[str] = (),
 ) -> None:
     """Refuse parameters that an owner of `kinds` already has.
 
     An owner side by side with the module is refused, and so is an outer unit: inner modules become
-    units first. Owners of the kind `never` are refused in any case.
+    units first. Owners of the kinds in `never` are refused in any case.
     """
     for name, param in named:
         for kind in kinds:
             owner, theirs = owner_of(param, kind)
             if owner is None:
                 continue
-            if owner.is_beside(module):
+            own = owner.module()
+            is_around = own is not None and any(module is one for one in own.modules())
+            is_inside = any(own is one for one in module.modules())
+            if own is not None and not (is_around or is_inside):
                 raise ParameterError(
                     f"flat_param.{caller}: parameter '{name}' is tied to '{theirs}' in {kind} "
                     "beside this module, but tied parameters are moved together. Flatten or shard "
                     "their common parent."
                 )
-            if kind == never:
+            if kind in never:
                 raise ParameterError(f"flat_param.{caller}: parameter '{name}' {_WHY_NOT[kind]}")
-            if kind == UNIT and owner.is_around(module):
+            if kind == UNIT and is_around and not is_inside:
                 raise ParameterError(
                     f"flat_param.{caller}: parameter '{name}' is divided already, as '{theirs}' "
                     "of the unit around this module, but inner modules must become units first. "
                     "Call fully_shard on this one before the one around it."
                 )
-
-
-def check_unowned(caller: str, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse a parameter of any unit or flattened module."""
-    for name, param in named:
-        for kind, why in _WHY_NOT.items():
-            if owner_of(param, kind)[0] is not None:
-                raise ParameterError(f"flat_param.{caller}: parameter '{name}' {why}")
 
 
 _WHY_NOT = {

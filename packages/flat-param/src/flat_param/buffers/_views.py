@@ -1,7 +1,7 @@
-"""Parameters as views of a flat buffer.
+"""Parameters and gradients as views of a flat buffer.
 
-`ParamViews` is used for whole parameters in one process (`flatten`, `FlatParamHandle`) and for one
-rank's pieces (`fully_shard`). Gaps of a buffer are always zero.
+They are used for whole parameters in one process (`flatten`, `FlatParamHandle`) and for one rank's
+pieces (`fully_shard`). Gaps of a buffer are always zero.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from ..layout._layout import FlatLayout
-from ..layout._spec import ParamSpec
 
 # Device types for which a storage pointer is the address of its first byte.
 _ADDRESSED = ("cpu", "cuda", "xpu")
@@ -71,6 +70,53 @@ class ParamViews:
         return [index for index, (now, planned) in pairs if now != planned]
 
 
+class GradBuffer:
+    """The gradients of a segment's parameters, which are copied into one buffer as they arrive.
+
+    autograd makes a tensor for each gradient. It is copied while it is in cache, and freed at once.
+
+    Args:
+        flat: at least `(layout.numel,)`, with zeros in its gaps; other values do not matter.
+        layout: places of the gradients.
+        arrived: a list that the caller passes; set to True for each gradient that arrives.
+        apart: give each view a separate storage, see `over`.
+
+    Attributes:
+        views: the view of each gradient.
+        is_apart: whether each has a separate storage.
+    """
+
+    def __init__(
+        self, flat: Tensor, layout: FlatLayout, arrived: list[bool], *, apart: bool = False
+    ) -> None:
+        self.flat = flat
+        # `.data`: each view has its own version counter, so that the arrival of one gradient does
+        # not look like a write to another that a user has saved for backward.
+        views = [view.data for view in param_views(flat, layout)]
+        memory = flat.untyped_storage()
+        self.views = tuple([over(memory, view) if apart else view for view in views])
+        self.is_apart = any(view is not own for view, own in zip(views, self.views, strict=True))
+        self.arrived = arrived
+
+    def take(self, index: int, grad: Tensor) -> None:
+        """Copy a gradient, or add it to the existing one."""
+        if self.arrived[index]:
+            self.views[index].add_(grad)
+        else:
+            self.put(index, grad)
+
+    def put(self, index: int, grad: Tensor) -> None:
+        """Copy a gradient over the existing one."""
+        self.views[index].copy_(grad.to_dense() if grad.is_sparse else grad)
+        self.arrived[index] = True
+
+    def zero_rest(self) -> None:
+        """Zero the gradients that have not arrived."""
+        for view, arrived in zip(self.views, self.arrived, strict=True):
+            if not arrived:
+                view.zero_()
+
+
 def allocate(layout: FlatLayout, *, device: torch.device) -> Tensor:
     """Allocate an uninitialised buffer for a layout, with zeros in its gaps."""
     return zero_gaps_(torch.empty(layout.numel, dtype=layout.dtype, device=device), layout)
@@ -84,22 +130,16 @@ def zero_gaps_(buffer: Tensor, layout: FlatLayout) -> Tensor:
     return buffer
 
 
-def param_view(buffer: Tensor, layout: FlatLayout, index: int) -> Tensor:
-    """One parameter's view, with the parameter's shape and stride; outside autograd.
+def param_views(buffer: Tensor, layout: FlatLayout) -> tuple[Tensor, ...]:
+    """Each parameter's view, with its shape and stride, in layout order; outside autograd.
 
     Args:
         buffer: at least `(layout.numel,)`, contiguous; may itself be a slice.
         layout: where the parameters are.
-        index: position of the parameter in `layout.specs`.
     """
-    spec = layout.specs[index]
-    start = buffer.storage_offset() + layout.offsets[index]
-    return buffer.detach().as_strided(spec.shape, spec.stride, start)
-
-
-def param_views(buffer: Tensor, layout: FlatLayout) -> tuple[Tensor, ...]:
-    """All parameters' views, in layout order; see `param_view`."""
-    return tuple([param_view(buffer, layout, index) for index in range(len(layout.specs))])
+    flat, first = buffer.detach(), buffer.storage_offset()
+    pairs = zip(layout.specs, layout.offsets, strict=True)
+    return tuple([flat.as_strided(spec.shape, spec.stride, first + at) for spec, at in pairs])
 
 
 def over(memory: UntypedStorage, view: Tensor) -> Tensor:
@@ -139,8 +179,12 @@ def unflatten(vector: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
     rest = vector.numel() - layout.numel
     pieces = vector.split([*sizes, rest] if rest else sizes)  # one backward node instead of many
     params = [piece for piece, (_, index) in zip(pieces, layout.pieces, strict=False) if index >= 0]
-    named = zip(layout.specs, params, strict=True)
-    return {spec.name: _in_shape(elements, spec) for spec, elements in named}
+    found = {}
+    for spec, elements in zip(layout.specs, params, strict=True):
+        order = outer_first(spec.stride)
+        sizes = [spec.shape[dim] for dim in order]
+        found[spec.name] = elements.view(sizes).permute(inverse(order))
+    return found
 
 
 def memory_order(tensor: Tensor, stride: Sequence[int]) -> Tensor:
@@ -154,12 +198,6 @@ def memory_order(tensor: Tensor, stride: Sequence[int]) -> Tensor:
     if tensor.is_contiguous() and tensor.stride() == stride:
         return tensor.reshape(-1)
     return tensor.permute(outer_first(stride)).reshape(-1)
-
-
-def _in_shape(elements: Tensor, spec: ParamSpec) -> Tensor:
-    order = outer_first(spec.stride)
-    sizes = [spec.shape[dim] for dim in order]
-    return elements.view(sizes).permute(inverse(order))
 
 
 def outer_first(stride: Sequence[int]) -> list[int]:

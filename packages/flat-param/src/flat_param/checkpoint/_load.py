@@ -59,7 +59,10 @@ def load_sharded(
         try:
             files = _whole_files(source)
             if files:
-                state = _from_files(files, module)
+                pieces = pieces_of(module)
+                items = (item for file in files for item in _items(file))
+                state = {name: cut(value, pieces.get(name)) for name, value in items}
+                state = state if isinstance(state.get("model"), Mapping) else {"model": state}
             else:
                 state, save_id = _from_dcp(source, own, module, optimizer)
             if optimizer is not None and not state.get("optim"):
@@ -189,13 +192,6 @@ def _whole_files(source: Path) -> list[Path]:
                 )
             return [source / file for file in sorted(files)]
     return []
-
-
-def _from_files(files: list[Path], module: nn.Module) -> Mapping[str, Any]:
-    """A state of files; sharded parameters are cut as soon as they are read."""
-    pieces = pieces_of(module)
-    state = {name: cut(value, pieces.get(name)) for file in files for name, value in _items(file)}
-    return state if isinstance(state.get("model"), Mapping) else {"model": state}
 
 
 def _items(file: Path) -> Iterator[tuple[str, Any]]:

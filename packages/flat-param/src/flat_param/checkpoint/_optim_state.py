@@ -116,7 +116,11 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
             taken = take_all(own, named.param, named.piece, now.get(named.param, {}))
         # The optimizer converts state of pieces itself.
         new[position] = dict(taken if named.piece is None else own)
-        codes += [(named.param, k, v) for k, v in taken.items() if k != "step" and _is_code(v)]
+        codes += [
+            (named.param, key, value)  # integers, such as 8-bit codes
+            for key, value in taken.items()
+            if key != "step" and isinstance(value, Tensor) and not value.is_floating_point()
+        ]
     positions = iter(range(len(flat)))
     merged = [
         {"params": [next(positions) for _ in group], **opts}
@@ -128,11 +132,6 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
         value = optimizer.state.get(param, {}).get(key)
         if isinstance(value, Tensor) and value.is_floating_point():  # torch has cast it
             optimizer.state[param][key] = code.to(value.device)
-
-
-def _is_code(value: Any) -> bool:
-    """Whether state has integers, such as 8-bit codes."""
-    return isinstance(value, Tensor) and not value.is_floating_point()
 
 
 def _options_of(

@@ -110,9 +110,8 @@ def _prepare(
     check_is_module("save_sharded", module)
     path = path_of("save_sharded", path)
     state: dict[str, Any] = {}
-    error: Exception | None = None
     world = World(module, "save_sharded")
-    try:
+    with world.agreed():
         wait(_last)
         units_at_rest(module)  # refuses copies that whole_params shows
         if hasattr(module, "_flat_param"):  # parameters outside of units may have other owners
@@ -122,11 +121,9 @@ def _prepare(
             state["optim"] = named_optimizer_state(module, optimizer)
         if snapshot:
             state = map_tensors(state, partial(copied, device="cpu"))
-    except Exception as raised:
-        error = raised
-    world.agree(error)
     word = uuid.uuid4().hex[:12]
-    now = _steps_of(module) if step is None else step
+    parts = [part for unit in units_below(module) for part in unit.parts]
+    now = [part.pieces[0].segment.steps for part in parts] if step is None else step
     notes = world.comm.share((os.fspath(path), now, word))
     for rank, note in zip(world.ranks, notes, strict=True):
         advice = "Call it after the same step on all ranks, or pass step="
@@ -143,12 +140,6 @@ def _prepare(
 
 def _short(told: Any) -> Any:
     return max(told, default=0) if isinstance(told, list) else told
-
-
-def _steps_of(module: nn.Module) -> list[int]:
-    """The number of optimizer steps on each part of the module in this process."""
-    parts = (part for unit in units_below(module) for part in unit.parts)
-    return [piece.segment.steps for part in parts for piece in part.pieces[:1]]
 
 
 def _write(state: dict[str, Any], path: Path, word: str, world: World) -> None:

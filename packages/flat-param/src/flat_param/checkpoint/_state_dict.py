@@ -56,15 +56,11 @@ def full_state_dict(
     """
     check_is_module("full_state_dict", module)
     world = World(module, "full_state_dict", plain=True)
-    error: Exception | None = None
     state: dict[str, Any] = {}
-    try:
+    with world.agreed():
         state["model"] = module.state_dict()
         if optimizer is not None:
             state["optim"] = named_optimizer_state(module, optimizer)
-    except Exception as raised:
-        error = raised
-    world.agree(error)
     keeps = world.is_first or not rank0_only
     whole = partial(_whole, keeps=keeps, on_host=offload_to_cpu)
     state["model"] = {name: whole(value) for name, value in state["model"].items()}
@@ -168,13 +164,8 @@ def load_full_state_dict(
     world = World(module, "load_full_state_dict", plain=True)
     if not isinstance(state.get("model"), Mapping):
         state = {"model": state}
-    with restored_on_error(module, optimizer):
-        error: Exception | None = None
-        try:
-            load_named(module, _from_first(state, module, world), optimizer)
-        except Exception as raised:
-            error = raised
-        world.agree(error)
+    with restored_on_error(module, optimizer), world.agreed():
+        load_named(module, _from_first(state, module, world), optimizer)
 
 
 def _from_first(state: Mapping[str, Any], module: nn.Module, world: World) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import nn
@@ -63,6 +64,16 @@ class World:
             "of them. Call it on every rank, not under 'if rank == 0'; full_state_dict has "
             f"rank0_only=True for results on one rank. Or a rank has ended. ({first})"
         )
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Run a block on all ranks; an error on one of them is raised on all. Collective."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        self.agree(error)
 
     def agree(self, error: Exception | None, note: str = "") -> set[str]:
         """Return the notes of all ranks; raise on all if there is an error on one. Collective."""

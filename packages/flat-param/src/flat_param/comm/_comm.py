@@ -6,12 +6,17 @@
   _groups.py.
 - Captured collectives run in replays only. They are not in the trail, since one rank may abandon a
   capture, and code outside of the capture cannot wait for them.
+- With gloo, gathers of two ranks and sums are all_to_all. gloo's all_gather receives into separate
+  memory and copies from there, and its reduce_scatter sends more bytes than needed. Its all_to_all
+  receives in place and copies only what a rank sends to itself: nothing if two ranks exchange
+  halves. Sums are added in the order of ranks, so they are deterministic.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from ctypes import string_at
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,10 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import CommError
-from ._buffer_pool import BufferPool
-from ._exchange import to_gather_halves, to_sum
 from ._exit import dropped_at_exit
-from ._streams import at_home, is_capturing
+from ._streams import HERE, is_capturing
 from ._trail import Trail
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names.
@@ -39,23 +42,7 @@ _reduce_scatter: Callable[..., dist.Work | None] = (
 
 _POLL_S = 0.5
 _POLLS_OF_A_DEADLOCK = 4
-
-
-def _gather_notes(
-    note: Any, group: dist.ProcessGroup | None, world_size: int, device: torch.device | None
-) -> list[Any]:
-    """Gather every rank's note. Not by torch's `all_gather_object`, which needs numpy."""
-    data = torch.frombuffer(bytearray(pickle.dumps(note)), dtype=torch.uint8).to(device)
-    size = torch.tensor([data.numel()], device=device)
-    sizes = [torch.empty_like(size) for _ in range(world_size)]
-    dist.all_gather(sizes, size, group=group)
-    padded = data.new_zeros(max(int(each) for each in sizes))
-    padded[: data.numel()] = data
-    found = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(found, padded, group=group)
-    here = [each.cpu() for each in found]
-    texts = (string_at(each.data_ptr(), int(n)) for each, n in zip(here, sizes, strict=True))
-    return [pickle.loads(text) for text in texts]
+_KEPT_BUFFERS = 3
 
 
 @dataclass(frozen=True)
@@ -87,6 +74,35 @@ class CommLog:
         self.counts.clear()
 
 
+class BufferPool:
+    """Temporary flat buffers that are reused by the units of one tree.
+
+    On CPU a freed large buffer goes back to the system, and the next one costs a page fault and
+    4 KiB of zeros per page. So three buffers of each dtype are cached: in backward one is being
+    filled, one is being sent, and one receives. They are freed with the tree's modules. On other
+    devices torch's allocator caches memory, and nothing is kept here.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[torch.dtype, list[Tensor]] = {}
+
+    def acquire(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised buffer of at least `numel` elements; see `release`."""
+        kept = self._free.get(dtype, []) if device.type == "cpu" else []
+        for index, buffer in enumerate(kept):
+            if buffer.numel() >= numel:
+                return kept.pop(index)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def release(self, buffer: Tensor) -> None:
+        """Return a buffer to the pool. The larger ones are kept."""
+        if buffer.device.type == "cpu":
+            kept = self._free.setdefault(buffer.dtype, [])
+            kept.append(buffer)
+            kept.sort(key=Tensor.numel)
+            del kept[:-_KEPT_BUFFERS]
+
+
 @dataclass
 class Pending:
     """A collective under way; `wait` returns when its result may be read.
@@ -94,7 +110,7 @@ class Pending:
     Attributes:
         label: the collective, in words.
         number: of the collective in its group.
-        home: the stream that waits; None for the current one.
+        home: runs a block on the stream that waits; by default the current one.
         device: the device that runs it; None if the host waits.
         captured: whether it is part of a graph.
     """
@@ -104,7 +120,7 @@ class Pending:
     work: dist.Work | None = None
     number: int = 0
     finish: Callable[[], object] | None = None
-    home: torch.Stream | None = None
+    home: AbstractContextManager[None] = HERE
     device: torch.device | None = None
     captured: bool = False
 
@@ -116,7 +132,7 @@ class Pending:
 
     def wait(self) -> None:
         """Wait for the result. Not a collective; a second call does nothing."""
-        with at_home(self.home):
+        with self.home:
             if self.work is not None:
                 self.comm.finish(self)
                 self.work = None
@@ -166,9 +182,9 @@ class Communicator:
             "ranks that it is spread over. Save grad.detach(), or full_state_dict(module)."
         )
 
-    def is_gloo(self, device_type: str) -> bool:
-        """Whether gloo moves tensors of these devices in this group."""
-        return self.trail is not None and self.trail.backends.get(device_type) == "gloo"
+    def _is_gloo(self, tensor: Tensor) -> bool:
+        """Whether gloo moves tensors of this device in this group."""
+        return self.trail is not None and self.trail.backends.get(tensor.device.type) == "gloo"
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         """Fill `out` (world * shard,) from every rank's `shard` (shard,). Collective."""
@@ -177,9 +193,11 @@ class Communicator:
                 out.copy_(shard)
             return Pending(self, "all_gather")
         sent = (self.world_size - 1) * shard.nbytes
-        if self.world_size == 2 and self.is_gloo(out.device.type):
-            exchanged = to_gather_halves(out, shard, rank=self.rank)
-            return self._start("all_gather", sent, dist.all_to_all_single, *exchanged)
+        out, shard = out.view(torch.uint8), shard.view(torch.uint8)  # every backend moves bytes
+        if self.world_size == 2 and self._is_gloo(out):
+            mine, theirs = self._halves(out)
+            mine.copy_(shard)
+            return self._exchange("all_gather", sent, theirs, shard)
         return self._start("all_gather", sent, _all_gather, out, shard)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, pool: BufferPool) -> Pending:
@@ -190,12 +208,36 @@ class Communicator:
         if self.world_size == 1:
             out.copy_(full)
             return Pending(self, "reduce_scatter")
-        sent, what = (self.world_size - 1) * out.nbytes, "reduce_scatter"
-        if self.is_gloo(full.device.type):
-            ranks = {"rank": self.rank, "world_size": self.world_size}
-            exchanged, add_up = to_sum(out, full, **ranks, pool=pool)
-            return self._start(what, sent, dist.all_to_all_single, *exchanged).then(add_up)
-        return self._start(what, sent, _reduce_scatter, out, full)
+        sent = (self.world_size - 1) * out.nbytes
+        out, full = _real(out), _real(full)
+        if not self._is_gloo(full):
+            return self._start("reduce_scatter", sent, _reduce_scatter, out, full)
+        mine, given = self._halves(full) if self.world_size == 2 else (None, full)
+        buffer = pool.acquire(given.numel(), dtype=full.dtype, device=full.device)
+        received = buffer[: given.numel()]
+
+        def add_up() -> None:
+            parts = received.split(out.numel()) if mine is None else (mine, received)
+            first, second, *others = parts
+            torch.add(first, second, out=out)  # a third of the time of a sum over few rows
+            for other in others:
+                out.add_(other)
+            pool.release(buffer)
+
+        return self._exchange("reduce_scatter", sent, received, given).then(add_up)
+
+    def _halves(self, full: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's half of `full`, and the other rank's."""
+        size = full.numel() // 2
+        first, second = full[:size], full[size:]
+        return (second, first) if self.rank else (first, second)
+
+    def _exchange(self, what: str, sent: int, out: Tensor, given: Tensor) -> Pending:
+        """Send parts of `given` to all ranks; of two ranks, all of it to the other one."""
+        sizes = None
+        if self.world_size == 2:
+            sizes = [given.numel(), 0] if self.rank else [0, given.numel()]
+        return self._start(what, sent, dist.all_to_all_single, out, given, sizes, sizes)
 
     def all_reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, of_unit: bool = True
@@ -207,7 +249,7 @@ class Communicator:
         if self.world_size == 1:
             return Pending(self, "all_reduce")
         sent = 2 * (self.world_size - 1) * tensor.nbytes // self.world_size
-        return self._start("all_reduce", sent, dist.all_reduce, tensor, op, of_unit=of_unit)
+        return self._start("all_reduce", sent, dist.all_reduce, _real(tensor), op, of_unit=of_unit)
 
     def broadcast(self, tensor: Tensor) -> Pending:
         """Give every rank the `tensor` of the group's first rank, in place. Collective."""
@@ -216,16 +258,29 @@ class Communicator:
         return self._start("broadcast", tensor.nbytes, partial(dist.broadcast, group_src=0), tensor)
 
     def share(self, note: Any) -> list[Any]:
-        """Return every rank's small picklable `note`. Collective; the ranks trust each other."""
+        """Return every rank's small picklable `note`. Collective; the ranks trust each other.
+
+        torch's `all_gather_object` needs numpy.
+        """
         if self.world_size == 1:
             return [note]
         self.log.add("share", 0)
         has_cpu = self.trail is not None and "cpu" in self.trail.backends
         device = None if has_cpu else torch.accelerator.current_accelerator()
+        data = torch.frombuffer(bytearray(pickle.dumps(note)), dtype=torch.uint8).to(device)
+        size = torch.tensor([data.numel()], device=device)
+        sizes = [torch.empty_like(size) for _ in range(self.world_size)]
         try:
-            return _gather_notes(note, self.group, self.world_size, device)
+            dist.all_gather(sizes, size, group=self.group)
+            padded = data.new_zeros(max(int(each) for each in sizes))
+            padded[: data.numel()] = data
+            found = [torch.empty_like(padded) for _ in sizes]
+            dist.all_gather(found, padded, group=self.group)
         except RuntimeError as error:
             raise self._fault("share", str(error)) from error
+        here = [each.cpu() for each in found]
+        texts = [string_at(each.data_ptr(), int(n)) for each, n in zip(here, sizes, strict=True)]
+        return [pickle.loads(text) for text in texts]
 
     def finish(self, pending: Pending) -> None:
         """Wait for a collective; raise `CommError` that names dead ranks if it fails."""
@@ -237,36 +292,30 @@ class Communicator:
             return
         polls = 0
         try:
-            while not self._finished_within(work, label):
+            while True:
+                try:
+                    work.wait(timedelta(seconds=_POLL_S))
+                    return
+                except RuntimeError as error:
+                    if work.is_completed():
+                        raise self._fault(label, str(error)) from error
                 trouble = trail.trouble()
                 if trouble:
                     raise self._fault(label, trouble)
                 polls += 1
-                if polls % _POLLS_OF_A_DEADLOCK == 0:
-                    self._look_for_deadlock(pending)
+                reason = (
+                    "" if polls % _POLLS_OF_A_DEADLOCK else trail.deadlock(label, pending.number)
+                )
+                if reason:
+                    trail.diagnosis(reason)
+                    raise CommError(
+                        f"flat_param.fully_shard: {reason}, but all ranks must run the same units "
+                        "in the same order. Look for a unit that only some ranks have called, and "
+                        "restart from the last checkpoint."
+                    )
         finally:
             if polls >= _POLLS_OF_A_DEADLOCK:
                 trail.stop_waiting()
-
-    def _look_for_deadlock(self, pending: Pending) -> None:
-        assert self.trail is not None, "it has a group"
-        reason = self.trail.deadlock(pending.label, pending.number)
-        if reason:
-            self.trail.diagnosis(reason)
-            raise CommError(
-                f"flat_param.fully_shard: {reason}, but all ranks must run the same units in the "
-                "same order. Look for a unit that only some ranks have called, and restart from "
-                "the last checkpoint."
-            )
-
-    def _finished_within(self, work: dist.Work, label: str) -> bool:
-        try:
-            work.wait(timedelta(seconds=_POLL_S))
-        except RuntimeError as error:
-            if not work.is_completed():
-                return False
-            raise self._fault(label, str(error)) from error
-        return True
 
     def _start(
         self,
@@ -281,8 +330,7 @@ class Communicator:
         self.log.add(what, sent)
         label = f"{what} of {self.unit}" if of_unit and self.unit else what
         mark = f"{what} {self.number if of_unit else ''} {tensor.nbytes}".encode()
-        by_gloo = self.trail.backends.get(tensor.device.type) == "gloo"
-        device = None if by_gloo else tensor.device
+        device = None if self._is_gloo(tensor) else tensor.device
         captured = device is not None and is_capturing(device)
         number = 0 if captured else self.trail.add(label, mark)
         try:
@@ -299,3 +347,8 @@ class Communicator:
             "under 'if rank == 0'; if a rank has ended, restart from the last checkpoint. "
             f"({reason.splitlines()[0]})"
         )
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return complex numbers as pairs of real ones: sums are equal, and backends support them."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

@@ -14,7 +14,6 @@ still run.
 from __future__ import annotations
 
 import atexit
-from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -26,15 +25,10 @@ _holders: WeakKeyDictionary[object, str] = WeakKeyDictionary()
 
 def dropped_at_exit(holder: object, attribute: str) -> None:
     """Register that `holder.attribute` is a process group. Not a collective."""
-    _watch_exit()
     _holders[holder] = attribute
 
 
-@cache
-def _watch_exit() -> None:
-    atexit.register(_drop_groups)
-
-
+@atexit.register
 def _drop_groups() -> None:
     if dist.is_initialized():
         return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -18,7 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import StateError
 from .._torch_compat import timeout_of
+from ..buffers._dtensors import DTensorPlace
 from ._comm import CommLog, Communicator
+
+Spread = tuple[Communicator, ...]
+"""Communicators over which a tensor is cut: of the unit, and of tensor parallelism."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class CommGroups:
     copies: Communicator
     log: CommLog
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks whose gradients are averaged."""
         return self.reduce.world_size * self.replicate.world_size
@@ -86,12 +91,12 @@ class MeshGroups:
     Attributes:
         shard: ranks that divide parameters; None if this rank has all of them.
         replicate: ranks that have the same part; None if there is one copy.
-        meeting: groups over which all ranks of the mesh can exchange notes.
+        meeting: communicators to all ranks of the mesh; their calls are not counted.
     """
 
     shard: _Group | None
     replicate: _Group | None
-    meeting: tuple[_Group, ...]
+    meeting: tuple[Communicator, ...]
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> MeshGroups:
@@ -109,7 +114,7 @@ class MeshGroups:
             )
         world = cast(_Group, dist.group.WORLD)
         if mesh is None:
-            return cls(world, None, (world,))
+            return cls(world, None, (Communicator(world, log=CommLog()),))
         if mesh.ndim > 2:
             raise StateError(
                 f"flat_param.fully_shard: mesh has {mesh.ndim} axes, but parameters are sharded "
@@ -121,25 +126,14 @@ class MeshGroups:
         shard = mesh.get_group(mesh.ndim - 1) if is_cut else None
         replicate = mesh.get_group(0) if has_copies else None
         is_world = mesh.size() == dist.get_world_size()
-        meeting = (world,) if is_world else tuple(filter(None, (shard, replicate)))
-        return cls(shard, replicate, meeting)
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Number of copies, and of ranks that divide each."""
-        groups = (self.replicate, self.shard)
-        copies, ranks = (1 if each is None else dist.get_world_size(each) for each in groups)
-        return copies, ranks
+        groups = (world,) if is_world else filter(None, (shard, replicate))
+        return cls(shard, replicate, tuple(Communicator(each, log=CommLog()) for each in groups))
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that have a part or a copy of this rank's parameters."""
         groups = filter(None, (self.shard, self.replicate))
         return tuple(sorted({r for each in groups for r in dist.get_process_group_ranks(each)}))
-
-    def to_meet(self) -> tuple[Communicator, ...]:
-        """Communicators of all ranks that shard together; their calls are not counted."""
-        return tuple(Communicator(group, log=CommLog()) for group in self.meeting)
 
     def comms(self, *, log: CommLog) -> CommGroups:
         """The process groups of a unit. Collective: every rank of the world calls it."""
@@ -156,3 +150,8 @@ class MeshGroups:
 def _twin(group: _Group) -> _Group:
     """Return a second process group of the same ranks."""
     return derived_group(group, "twin", dist.get_process_group_ranks(group))
+
+
+def spread_of(place: DTensorPlace | None, log: CommLog) -> Spread:
+    """Communicators over which tensor parallelism cuts a tensor with these placements."""
+    return () if place is None else tuple(Communicator(each, log=log) for each in place.groups)

@@ -7,50 +7,45 @@ streams' work on it must be over by then.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 
 import torch
-from torch import Tensor
 
-from .._errors import StateError
-
-_HERE = nullcontext()
+HERE: AbstractContextManager[None] = nullcontext()
+"""The home of memory on CPU, which has no streams."""
 
 
-def home_stream(device: torch.device) -> torch.Stream | None:
-    """The stream that tensors allocated now belong to; None on CPU, which has none."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+class Home:
+    """A stream that memory belongs to.
+
+    A block `with home` runs on it, after the work queued on the current stream and before later
+    work there.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+        self._around: list[tuple[torch.Stream, int]] = []
+
+    def __enter__(self) -> None:
+        around = torch.accelerator.current_stream(self._stream.device)
+        self._around.append((around, torch.accelerator.current_device_index()))
+        if around != self._stream:
+            self._stream.wait_stream(around)
+            torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        around, index = self._around.pop()
+        if around != self._stream:
+            torch.accelerator.set_stream(around)
+            torch.accelerator.set_device_index(index)
+            around.wait_stream(self._stream)
 
 
-def record_use(home: torch.Stream | None, *tensors: Tensor) -> None:
-    """Keep memory of the stream `home` from reuse until the current stream has used it."""
-    if home is not None:
-        here = torch.accelerator.current_stream(home.device)
-        for tensor in tensors if here != home else ():
-            tensor.record_stream(here)
-
-
-def at_home(stream: torch.Stream | None) -> AbstractContextManager[None]:
-    """Run a block on a stream, after the work queued on the current one and before later work."""
-    around = None if stream is None else torch.accelerator.current_stream(stream.device)
-    if stream is None or around is None or around == stream:
-        return _HERE
-    return _switched(stream, around)
-
-
-@contextmanager
-def _switched(stream: torch.Stream, around: torch.Stream) -> Iterator[None]:
-    device = torch.accelerator.current_device_index()
-    stream.wait_stream(around)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(around)
-        torch.accelerator.set_device_index(device)
-        around.wait_stream(stream)
+def home_of(device: torch.device) -> AbstractContextManager[None]:
+    """The home of tensors that are allocated now."""
+    return HERE if device.type == "cpu" else Home(torch.accelerator.current_stream(device))
 
 
 class SideWork:
@@ -115,22 +110,12 @@ def side_stream(device: torch.device, lane: str) -> torch.Stream:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of the device's type is being captured into a graph."""
-    ask = _asks(device.type)
-    return ask is not None and ask()
+    return capture_query(device.type)()
 
 
 @functools.cache
-def _asks(kind: str) -> Callable[[], bool] | None:
+def capture_query(kind: str) -> Callable[[], bool]:
+    """The function that says whether the current stream of a type of devices is being captured."""
     if kind in ("cpu", "meta"):
-        return None
-    return getattr(torch.get_device_module(kind), "is_current_stream_capturing", None)
-
-
-def refuse_capture(name: str, device: torch.device) -> None:
-    """Raise an error during capture of a unit whose gradients are copied to the host."""
-    if is_capturing(device):
-        raise StateError(
-            f"flat_param.fully_shard: unit '{name}' has an offload_policy and a graph is being "
-            "captured, but gradients cannot be moved to the host during a capture. Capture "
-            "without offload_policy, or run this module outside of the capture."
-        )
+        return bool
+    return getattr(torch.get_device_module(kind), "is_current_stream_capturing", bool)

@@ -101,8 +101,8 @@ class Trail:
     def trouble(self) -> str:
         """The alarm of another rank; empty without one."""
         try:
-            is_raised = self._store.check([_key("alarm")])
-            return str(self._store.get(_key("alarm")).decode()) if is_raised else ""
+            is_raised = self._store.check(["alarm"])
+            return str(self._store.get("alarm").decode()) if is_raised else ""
         except RuntimeError:
             return "the store is gone"
 
@@ -110,11 +110,11 @@ class Trail:
         """Raise the alarm, wait at most three seconds for answers, and name the silent ranks."""
         try:
             told = reason if reason.startswith("rank ") else f"rank {self._rank}: {reason}"
-            self._store.set(_key("alarm"), told)
-            self._store.set(_key(f"here/{self._rank}"), "")
+            self._store.set("alarm", told)
+            self._store.set(f"here/{self._rank}", "")
             silent, deadline = self.ranks, time.monotonic() + _ANSWER_S
             while silent and time.monotonic() < deadline:
-                silent = tuple([r for r in silent if not self._store.check([_key(f"here/{r}")])])
+                silent = tuple([r for r in silent if not self._store.check([f"here/{r}"])])
                 time.sleep(0.05)
         except RuntimeError:
             return "rank 0, whose store no longer answers,"
@@ -125,7 +125,7 @@ class Trail:
         started = {trail.key: trail.started for trail in _trails.values()}
         mine = {"label": label, "key": self.key, "ranks": self.ranks, "number": number}
         try:
-            self._store.set(_wait(self._rank), json.dumps({**mine, "started": started}))
+            self._store.set(f"wait/{self._rank}", json.dumps({**mine, "started": started}))
             stuck = self._circle(self._rank, {}, set())
         except RuntimeError:
             return ""
@@ -148,13 +148,14 @@ class Trail:
         return {}
 
     def _wait_of(self, rank: int) -> Any:
-        text = self._store.get(_wait(rank)) if self._store.check([_wait(rank)]) else b""
+        key = f"wait/{rank}"
+        text = self._store.get(key) if self._store.check([key]) else b""
         return json.loads(text) if text else None
 
     def stop_waiting(self) -> None:
         """Remove the message that `deadlock` wrote."""
         with suppress(RuntimeError):
-            self._store.set(_wait(self._rank), "")
+            self._store.set(f"wait/{self._rank}", "")
 
 
 def first_difference(labels: Iterable[tuple[int, list[str]]], *, verb: str) -> str:
@@ -165,11 +166,3 @@ def first_difference(labels: Iterable[tuple[int, list[str]]], *, verb: str) -> s
             if here != there:
                 return f"rank {rank} {verb} {here} where rank {other} {verb} {there}"
     return ""
-
-
-def _wait(rank: int) -> str:
-    return _key(f"wait/{rank}")
-
-
-def _key(name: str) -> str:
-    return f"flat_param/{name}"

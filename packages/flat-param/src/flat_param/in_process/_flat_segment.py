@@ -25,8 +25,7 @@ from torch.autograd.graph import increment_version
 
 from .._errors import StateError
 from .._torch_compat import is_referenced
-from ..buffers._grads import GradBuffer
-from ..buffers._views import ParamViews, allocate, over, param_views
+from ..buffers._views import GradBuffer, ParamViews, allocate, over, param_views
 from ..layout._layout import Segment
 
 _grad_of = attrgetter("grad")

@@ -84,7 +84,7 @@ class FlatSegments:
         self.closed, self.all, self.chunks, self._tensors = True, (), [], []
         vars(module).pop("_apply", None)
         if self._owner is not None:
-            self._owner.drop()
+            self._owner.is_dropped = True
         vars(module).pop(ATTRIBUTE, None)  # last: if this is interrupted, it can be called again
 
     @property
@@ -134,7 +134,7 @@ class FlatSegments:
         """Plan for the module's present parameters, and move them into new buffers."""
         specs, params = collect_params(module)
         named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
-        check_owners("FlatParams", module, named, (UNIT, FLATTENED), never=UNIT)
+        check_owners("FlatParams", module, named, (UNIT, FLATTENED), never=(UNIT,))
         check_one_device("flatten", specs, [param.device for param in params])
         check_apart("flatten", module, params)
         check_grads(specs, params)

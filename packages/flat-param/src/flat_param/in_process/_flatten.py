@@ -114,7 +114,7 @@ def _check(module: nn.Module) -> None:
                 f"flat_param.flatten: parameter '{name}' is computed from another tensor, but only "
                 "a leaf can be moved into a buffer. Remove what computes it."
             )
-    check_owners("flatten", module, module.named_parameters(), (UNIT, FLATTENED), never=UNIT)
+    check_owners("flatten", module, module.named_parameters(), (UNIT, FLATTENED), never=(UNIT,))
     for name, submodule in module.named_modules():
         if hasattr(submodule, "_flat_param"):
             raise ParameterError(

@@ -55,7 +55,17 @@ def modules_of(modules: object) -> tuple[nn.Module, ...]:
     """The modules that become one unit; refuses modules that are never called."""
     found = tuple(modules) if isinstance(modules, (list, tuple)) else (modules,)
     for module in found:
-        _check_module(module)
+        if not isinstance(module, nn.Module):
+            raise StateError(
+                f"flat_param.fully_shard: module is {_kind_of(module)}, but it must be a module or "
+                "a list of modules. Pass an instance."
+            )
+        if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
+            raise StateError(
+                f"flat_param.fully_shard: {type(module).__name__} has no forward, but a unit "
+                "gathers its parameters when it is called. Shard the modules in it, then the one "
+                "around it."
+            )
     if not found:
         raise StateError(
             "flat_param.fully_shard: the list of modules is empty, but a unit has at least one. "
@@ -69,19 +79,6 @@ def modules_of(modules: object) -> tuple[nn.Module, ...]:
                 "module of the list, but they become one unit together. Pass the outer one alone."
             )
     return found
-
-
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise StateError(
-            f"flat_param.fully_shard: module is {_kind_of(module)}, but it must be a module or a "
-            "list of modules. Pass an instance."
-        )
-    if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
-        raise StateError(
-            f"flat_param.fully_shard: {type(module).__name__} has no forward, but a unit gathers "
-            "its parameters when it is called. Shard the modules in it, then the one around it."
-        )
 
 
 def check_offload(policy: object) -> tuple[bool, bool]:

@@ -137,14 +137,6 @@ def check_rules(boundary: Boundary, specs: Sequence[ParamSpec]) -> None:
             )
 
 
-def boundary_of(spec: ParamSpec, boundary: Boundary) -> Word | Blocks:
-    """The boundary of one parameter."""
-    if not isinstance(boundary, BoundaryRules):
-        return boundary
-    matches = (own for glob, own in boundary.rules if any(fnmatchcase(n, glob) for n in spec.names))
-    return next(matches, boundary.default)
-
-
 @dataclass(frozen=True)
 class Cut:
     """How one parameter may be cut.
@@ -165,7 +157,12 @@ class Cut:
 
 def cut_of(spec: ParamSpec, boundary: Boundary) -> Cut:
     """How a parameter is cut."""
-    own = boundary_of(spec, boundary)
+    if isinstance(boundary, BoundaryRules):
+        rules, names = boundary.rules, spec.names
+        matches = (each for glob, each in rules if any(fnmatchcase(name, glob) for name in names))
+        own = next(matches, boundary.default)
+    else:
+        own = boundary
     if own == "element":
         return Cut(1, None, whole=False, block_numel=0)
     atom, inner = _atom(spec.shape, spec.stride, own)

@@ -161,20 +161,11 @@ def plan_segments(
     groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
     for spec in specs:
         groups.setdefault((spec.dtype, spec.requires_grad), []).append(spec)
-    return tuple(
-        Segment(
-            segment_name(dtype, trainable=trainable),
-            trainable,
-            plan_layout(group, align_bytes=align_bytes),
-        )
-        for (dtype, trainable), group in groups.items()
-    )
-
-
-def segment_name(dtype: torch.dtype, *, trainable: bool) -> str:
-    """Return `float32` or `float32.frozen`."""
-    name = str(dtype).removeprefix("torch.")
-    return name if trainable else f"{name}.frozen"
+    segments = []
+    for (dtype, trainable), group in groups.items():
+        name = str(dtype).removeprefix("torch.") + ("" if trainable else ".frozen")
+        segments.append(Segment(name, trainable, plan_layout(group, align_bytes=align_bytes)))
+    return tuple(segments)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -83,13 +83,6 @@ def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, 
     return tuple(packed)
 
 
-def spec_of(name: str, tensor: Tensor, *, aliases: tuple[str, ...] = ()) -> ParamSpec:
-    """Describe one tensor; reads no values, so a meta tensor is enough."""
-    return ParamSpec(
-        name, tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.requires_grad, aliases
-    )
-
-
 def collect_params(
     module: nn.Module, *, ignored: Iterable[Tensor] = ()
 ) -> tuple[tuple[ParamSpec, ...], tuple[nn.Parameter, ...]]:
@@ -112,10 +105,11 @@ def collect_params(
     for name, param in module.named_parameters(remove_duplicate=False):
         if id(param) not in skip:
             names.setdefault(param, []).append(name)
-    specs = tuple(
-        spec_of(first, param, aliases=tuple(others)) for param, (first, *others) in names.items()
-    )
-    return specs, tuple(names)
+    specs = []
+    for param, (first, *aliases) in names.items():
+        shape, stride, trainable = tuple(param.shape), param.stride(), param.requires_grad
+        specs.append(ParamSpec(first, shape, param.dtype, stride, trainable, tuple(aliases)))
+    return tuple(specs), tuple(names)
 
 
 def place_of(module: nn.Module, name: str) -> tuple[str, nn.Module, str]:

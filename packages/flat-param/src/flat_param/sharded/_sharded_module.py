@@ -13,25 +13,27 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from numbers import Real
 from typing import Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._errors import StateError
 from .._torch_compat import fsdp_module_class, pass_over_frames, splits_backward
-from ..buffers._dtensors import place_of_dtensor
-from ..comm._clip import Spread, checked_norms, clip_, norm_over, spread_of
+from ..buffers._dtensors import local_of, place_of_dtensor
 from ..comm._comm import CommCount
-from ..comm._groups import CommGroups
+from ..comm._groups import spread_of
 from .tensor._callers import PIPELINES
-from .tensor._param_piece import piece_of
+from .tensor._param_piece import JoinedPieces, piece_of
 from .tensor._piece_tensors import plain
+from .tensor._reductions import Part, PieceNorm, norms_of_pieces
 from .unit._by_hand import (
     UnshardHandle,
     begin_unshard,
@@ -43,6 +45,7 @@ from .unit._by_hand import (
 from .unit._unit import Unit
 
 _classes: WeakValueDictionary[type, type] = WeakValueDictionary()
+_DOUBLE = (torch.float64, torch.complex128)
 
 
 def sharded_class(cls: type[nn.Module]) -> Any:
@@ -247,7 +250,7 @@ class ShardedModule(nn.Module):
         """
         sums = checked_flag(requires_all_reduce, "set_requires_all_reduce")
         for unit in self._units(recurse):
-            unit.reduction = replace(unit.reduction, sums_copies=sums)
+            unit.sums_copies = sums
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Set the divisor of this unit's own gradient sums; units inside are left alone.
@@ -265,8 +268,7 @@ class ShardedModule(nn.Module):
                 f"flat_param.set_gradient_divide_factor: factor is {factor!r}, but sums are "
                 "divided by it. Pass a number above 0, or None for the number of ranks."
             )
-        unit = self._flat_param
-        unit.reduction = replace(unit.reduction, factor=factor)
+        self._flat_param.divide_factor = factor
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object] | None) -> None:
         """Set a function that changes this unit's own sums in place before the division.
@@ -278,8 +280,7 @@ class ShardedModule(nn.Module):
             hook: called with this rank's part of a sum, `(shard,)`, in the reduce dtype, once for
                 each dtype of the unit's parameters; None removes it.
         """
-        unit = self._flat_param
-        unit.reduction = replace(unit.reduction, on_sum=hook)
+        self._flat_param.on_sum = hook
 
     def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
         """Set which units are gathered when this one's forward begins to compute.
@@ -343,9 +344,10 @@ class ShardedModule(nn.Module):
         for unit in units_below(self):
             unit.schedule.drop_accumulated()
         super().zero_grad(set_to_none)
-        for grads in (each for unit in self._units() if unit.is_shown for each in unit.grads):
-            grads.clear(set_to_none)
+        for part in (each for unit in self._units() if unit.is_shown for each in unit.trained):
+            part.clear(set_to_none)
 
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective.
 
@@ -358,10 +360,12 @@ class ShardedModule(nn.Module):
         Raises:
             StateError: `max_norm` is not 0 or more, or `norm_type` is 0 or no number.
         """
-        max_norm, norm_type = checked_norms(max_norm, norm_type)
-        own, params = self._flat_param, {id(each): each for each in self._all_params()}.values()
-        norm = norm_over(_norm_parts(params, ignored=own.ignored, comms=own.comms), norm_type)
-        clip_([each.grad for each in params if each.grad is not None], norm, max_norm)
+        max_norm, norm_type = _checked_norms(max_norm, norm_type)
+        params = {id(each): each for each in self._all_params()}.values()
+        norm = _norm_of_grads(params, self._flat_param, norm_type)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for grad in (local_of(each.grad) for each in params if each.grad is not None):
+            grad.mul_(scale.to(grad.device, grad.real.dtype))
         return norm
 
     @contextmanager
@@ -419,20 +423,58 @@ class ShardedModule(nn.Module):
         )
 
 
-def _norm_parts(
-    params: Iterable[Tensor], *, ignored: Sequence[Tensor], comms: CommGroups
-) -> Iterator[tuple[Spread, Spread, Tensor | None]]:
-    """Gradients for `norm_over`. Each rank has separate ones of `ignored` parameters."""
-    known = set(map(id, ignored))
+def _checked_norms(max_norm: float, norm_type: float) -> tuple[float, float]:
+    """Convert both to numbers; texts such as "inf" are accepted."""
+    try:
+        most, order = float(max_norm), float(norm_type)
+    except (TypeError, ValueError):
+        most = order = math.nan
+    if not most >= 0 or math.isnan(order) or not order:
+        raise StateError(
+            f"flat_param.clip_grad_norm_: max_norm is {max_norm!r} and norm_type {norm_type!r}. "
+            "Pass a max_norm of at least 0, and a norm_type such as 2.0 or 'inf'. The module's own "
+            "method takes no parameters: it clips all of them."
+        )
+    return most, order
+
+
+def _norm_of_grads(params: Iterable[Tensor], unit: Unit, order: float) -> Tensor:
+    """The norm of gradients over ranks, `()`; float64 if a gradient is. Collective.
+
+    Each rank has separate gradients of ignored parameters, of which the largest norm counts.
+    """
+    ignored = set(map(id, unit.ignored))
+    shared: list[tuple[Part | None, Tensor]] = []
+    beside: list[tuple[Part | None, Tensor]] = []
     for param in params:
-        piece, grad = piece_of(param), param.grad
-        if piece is not None:  # without elements a rank may have no gradient, and takes part
-            yield piece.spread, (), None if grad is None else plain(grad)
-        elif grad is not None or id(param) in known:
-            place = place_of_dtensor(param)
-            local = grad if grad is None or place is None else place.local_of_grad(grad)
-            beside = (comms.reduce, comms.replicate) if id(param) in known else ()
-            yield spread_of(place, comms.log), beside, local
+        part: Part | None = piece_of(param)
+        grad = param.grad
+        takes_part = part is not None or id(param) in ignored  # though this rank has no gradient
+        if part is None and (place := place_of_dtensor(param)) is not None:
+            part = JoinedPieces(spread_of(place, unit.comms.log), param.device)
+            grad = None if grad is None else place.local_of_grad(grad)
+        if takes_part or grad is not None:
+            local = torch.zeros(0, device=param.device) if grad is None else plain(grad)
+            (beside if id(param) in ignored else shared).append((part, local))
+    norms = [_joint_norm(each, order) for each in (shared, beside) if each]
+    for comm in (unit.comms.reduce, unit.comms.replicate) if beside else ():
+        comm.all_reduce(norms[-1], dist.ReduceOp.MAX, of_unit=False).wait()
+    if not norms:
+        return torch.zeros(())
+    total = torch.stack([norm.to(norms[0].device) for norm in norms])
+    is_double = any(each.dtype in _DOUBLE for _, each in (*shared, *beside))
+    found = torch.linalg.vector_norm(total, order)
+    return found.to(torch.float64 if is_double else torch.float32)
+
+
+def _joint_norm(grads: Sequence[tuple[Part | None, Tensor]], order: float) -> Tensor:
+    """The norm of gradients over the ranks that have parts of them, in float64. Collective."""
+    parts, tensors = zip(*grads, strict=True)
+    device = tensors[0].device
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    local = norms_of_pieces(tensors, [None] * len(tensors), order)
+    stacked = torch.stack([norm.to(device, wide) for norm in local])
+    return PieceNorm.of(stacked, [(part, 1) for part in parts], order).combined()
 
 
 def checked_flag(value: object, function: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,10 +43,9 @@ from ..state._first_step import install_step_hooks
 from ..state._state_hooks import install_module_hooks
 from ..tensor._param_piece import mark_replaced
 from ..unit._by_hand import STOPPED, units_at_rest
-from ..unit._param_sites import ParamSite
-from ..unit._sharded_params import ShardedParams
+from ..unit._segment import ShardedSegment
 from ..unit._strays import watch_registrations
-from ..unit._unit import Unit
+from ..unit._unit import ParamSite, Unit
 from ._ignored import find_ignored, outside_units, own_ignored
 from ._materialize import broadcast_module, check_init, materialize, move_buffers
 
@@ -126,7 +125,7 @@ def fully_shard(
         return _plan_unit(modules, options, mesh, groups, settings, ignored_params, init_fn)
 
     groups = MeshGroups.of(mesh)
-    planned = agree(groups.to_meet(), plan)
+    planned = agree(groups.meeting, plan)
     modules, root = planned.modules, planned.root
     for each in modules:
         object.__setattr__(each, "_flat_param", STOPPED)
@@ -161,19 +160,19 @@ def _finalize_backward(module_ref: weakref.ref[nn.Module]) -> None:
 def _join(unit: Unit, planned: _UnitPlan) -> None:
     """Join a unit and those inside it to one tree, and name all of them."""
     schedule = unit.schedule
-    for nested in planned.inner:
-        schedule.merge(nested.schedule)
+    for nested in {each.schedule: None for each in planned.inner}:
+        schedule.merge(nested)
     schedule.units.append(unit)
     classes = " and ".join(type(module).__name__ for module in planned.modules)
-    unit.rename("", f"the outermost unit ({classes})")
+    unit.comms.name(f"the outermost unit ({classes})")
     paths: dict[Unit, list[str]] = {}
     for module in planned.modules if planned.inner else ():
         for path, child in module.named_modules():
             if path and isinstance(child, ShardedModule):
                 paths.setdefault(child._flat_param, []).append(path)
     for each, found in paths.items():
-        path = ", ".join(found)
-        each.rename(path, f"unit '{path}'")
+        each.name = ", ".join(found)
+        each.comms.name(f"unit '{each.name}'")
     schedule.log.reset()
 
 
@@ -212,7 +211,10 @@ def _plan_unit(
     init_fn: Callable[[nn.Module], None] | None,
 ) -> tuple[_UnitPlan, list[str]]:
     """Check a module completely, and describe it for other ranks."""
-    copies, world_size = groups.sizes
+    copies, world_size = [
+        1 if each is None else dist.get_world_size(each)
+        for each in (groups.replicate, groups.shard)
+    ]
     module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     inner = tuple(units_at_rest(module, "fully_shard"))
     for each in modules:
@@ -227,10 +229,13 @@ def _plan_unit(
     ignored = find_ignored(module, given, owned=taken, nested=beside)
     _check_ties(module, taken)
     specs, params = collect_params(module, ignored=[*taken, *ignored])
-    specs = tuple(_local_spec(spec, param) for spec, param in zip(specs, params, strict=True))
+    specs = tuple(
+        replace(spec, shape=tuple(local.shape), stride=local.stride())
+        for spec, local in zip(specs, map(local_of, params), strict=True)
+    )
     named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
     check_no_grads(named)
-    check_owners("fully_shard", module, named, (UNIT, FLATTENED, IGNORED), never=FLATTENED)
+    check_owners("fully_shard", module, named, (UNIT, FLATTENED, IGNORED), never=(FLATTENED,))
     check_apart("fully_shard", module, params)
     place = one_device(specs, params, mesh)
     check_rules(options.boundary, specs)
@@ -247,11 +252,6 @@ def _plan_unit(
     check_places(named, groups.ranks, me=dist.get_rank())
     planned = _UnitPlan(modules, module, options, place, specs, segments, inner, ignored)
     return planned, describe(specs, settings)
-
-
-def _local_spec(spec: ParamSpec, param: nn.Parameter) -> ParamSpec:
-    local = local_of(param)
-    return replace(spec, shape=tuple(local.shape), stride=local.stride())
 
 
 def _as_planned(module: nn.Module, spec: ParamSpec) -> nn.Parameter:
@@ -285,7 +285,7 @@ def _make_unit(
     schedule: Schedule,
 ) -> Unit:
     parts = [
-        ShardedParams(
+        ShardedSegment(
             segment,
             [params[spec.name] for spec in segment.layout.specs],
             comms=comms,
@@ -294,7 +294,11 @@ def _make_unit(
         )
         for segment in planned.segments
     ]
-    sites = [site for part in parts for site in _param_sites(planned.root, part)]
+    sites = []
+    for part in parts:
+        for index, spec in enumerate(part.segment.layout.specs):
+            for _, owner, key in (place_of(planned.root, name) for name in spec.names):
+                sites.append(ParamSite(owner._parameters, key, part, index))
     unit = Unit(
         parts,
         sites,
@@ -310,14 +314,7 @@ def _make_unit(
             named.append((spec.name, param))
             if param is not params[spec.name]:
                 mark_replaced(params[spec.name], name=spec.name)
-    unit.sites.swap_out()  # a DTensor is replaced
+    unit.swap_out()  # a DTensor is replaced
     root = planned.root
     unit.owners = Owner(UNIT, root, named), own_ignored(root, planned.ignored)
     return unit
-
-
-def _param_sites(module: nn.Module, part: ShardedParams) -> Iterator[ParamSite]:
-    for index, spec in enumerate(part.segment.layout.specs):
-        for name in spec.names:
-            _, owner, key = place_of(module, name)
-            yield ParamSite(owner._parameters, key, part, index)

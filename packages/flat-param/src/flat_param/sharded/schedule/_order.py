@@ -44,10 +44,10 @@ class Agreement:
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._grads = [grads for unit in units for grads in unit.grads]
-        for grads in self._grads:
-            grads.check_hooks()
-        self._used = [flag for grads in self._grads for flag in grads.used]
+        self._parts = [part for unit in units for part in unit.trained]
+        for part in self._parts:
+            part.check_hooks()
+        self._used = [flag for part in self._parts for flag in part.used]
         self._said: tuple[Tensor, SideWork | None] | None = None
         device = units[0].parts[0].device
         if units[0].comms.world_size == 1:
@@ -97,9 +97,9 @@ class Agreement:
             if copy is not None:
                 copy.wait()
             agreed = [bool(flag) for flag in said[ORDER_BYTES:-ORDER_BYTES].tolist()]
-        for grads in self._grads:
-            mine, agreed = agreed[: len(grads.used)], agreed[len(grads.used) :]
-            grads.assign_grads(mine)
+        for part in self._parts:
+            mine, agreed = agreed[: len(part.used)], agreed[len(part.used) :]
+            part.assign_grads(mine)
 
 
 def agree(reduced: Iterable[Unit]) -> list[Agreement]:

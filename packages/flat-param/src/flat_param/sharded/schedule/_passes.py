@@ -21,8 +21,8 @@ the order of collectives must not depend on it. Only when a unit is freed does.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from ..unit._unit import Unit
 InputHook = Callable[[weakref.ref[Unit], "UnitForward", Tensor], None]
 
 
+@dataclass(eq=False)
 class UnitForward:
     """One forward of a unit.
 
@@ -50,11 +51,10 @@ class UnitForward:
         versions: of the unit's leaves when it began.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = weakref.ref(unit)
-        self.versions = unit.leaf_versions()
-        self.inputs = 0
-        self.handles: list[RemovableHandle] = []
+    unit: weakref.ref[Unit]
+    versions: Sequence[int] = ()
+    inputs: int = 0
+    handles: list[RemovableHandle] = field(default_factory=list)
 
     def hook(self, tensor: Tensor, function: InputHook) -> None:
         """Call a function with the unit and this forward at the gradient of an input."""
@@ -62,21 +62,16 @@ class UnitForward:
         self.inputs += 1
 
 
-class UnitPass:
-    """The forwards of a unit in a pass.
-
-    Attributes:
-        around: units in whose forward it ran.
-    """
+class UnitInputs:
+    """The inputs of a unit's forwards in a pass, with hooks on their gradients."""
 
     def __init__(self, unit: Unit) -> None:
-        self.around: set[Unit] = set()
         self._forwards: list[weakref.ref[UnitForward]] = []
         # Leaves, such as parameters that the unit ignores, outlive graphs, so they have one hook.
-        self._leaves = UnitForward(unit)
+        self._leaves = UnitForward(weakref.ref(unit))
         self._known: dict[int, weakref.ref[Tensor]] = {}
 
-    def hook_inputs(self, forward: UnitForward, inputs: Any, function: InputHook) -> None:
+    def hook(self, forward: UnitForward, inputs: Any, function: InputHook) -> None:
         """Hook the inputs of a forward, each once."""
         self._forwards = [each for each in self._forwards if each() is not None]
         self._forwards.append(weakref.ref(forward))
@@ -93,17 +88,20 @@ class UnitPass:
                 self._leaves.hook(tensor, function)
                 self._known[id(tensor)] = weakref.ref(tensor)
 
-    def forwards(self) -> Iterable[UnitForward]:
+    def _alive(self) -> list[UnitForward]:
         """The forwards whose graph exists, and one for all leaves."""
-        yield self._leaves
-        for each in self._forwards:
-            forward = each()
-            if forward is not None:
-                yield forward
+        found = [each() for each in self._forwards]
+        return [self._leaves, *[forward for forward in found if forward is not None]]
+
+    def count(self, arrived: Counter[UnitForward]) -> tuple[int, int]:
+        """Number of inputs that may get a gradient, and of those without one."""
+        forwards = self._alive()
+        inputs = sum([each.inputs for each in forwards])
+        return inputs, inputs - sum([arrived[each] for each in forwards])
 
     def end(self) -> None:
-        """Remove the hooks on inputs: no backward will reach them."""
-        for forward in self.forwards():
+        """Remove the hooks: no backward will reach them."""
+        for forward in self._alive():
             for handle in forward.handles:
                 handle.remove()
 
@@ -117,35 +115,22 @@ class Pass:
         backward: the backward that runs, or was stopped.
         chain: units that backward may reach, in order; the value says whether the unit was
             resharded.
-        units: the forwards of each unit.
+        around: for each unit, those in whose forward it ran.
+        inputs: of each unit.
         is_spent: whether a backward has begun, so that the next outermost forward begins a pass.
     """
 
     forward: ForwardPass | None = None
     backward: BackwardPass | None = None
     chain: dict[Unit, bool] = field(default_factory=dict)
-    units: dict[Unit, UnitPass] = field(default_factory=dict)
+    around: defaultdict[Unit, set[Unit]] = field(default_factory=lambda: defaultdict(set))
+    inputs: dict[Unit, UnitInputs] = field(default_factory=dict)
     is_spent: bool = False
 
-    def of(self, unit: Unit) -> UnitPass:
-        """The forwards of a unit."""
-        found = self.units.get(unit)
-        if found is None:
-            found = self.units[unit] = UnitPass(unit)
-        return found
-
-    def around(self, unit: Unit) -> Iterable[Unit]:
-        """Units in whose forward a unit ran."""
-        found = self.units.get(unit)
-        return () if found is None else found.around
-
-    def next(self) -> Pass:
-        """The pass of an outermost forward: a new one after a backward."""
-        if not self.is_spent:
-            return self
-        for each in self.units.values():
+    def end(self) -> None:
+        """Remove the hooks on inputs: no backward will reach them."""
+        for each in self.inputs.values():
             each.end()
-        return Pass()
 
 
 @dataclass
@@ -153,21 +138,18 @@ class ForwardPass:
     """An outermost forward and the forwards inside it.
 
     Attributes:
-        running: forwards of units, one within the other.
+        units: units whose forwards run, one within the other.
+        begun: their forwards.
         order: units in the order in which they began.
         ahead: units that were prefetched.
         incomplete: units of several modules, of which only the listed modules were called.
     """
 
-    running: list[tuple[Unit, UnitForward]] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
+    begun: list[UnitForward] = field(default_factory=list)
     order: list[Unit] = field(default_factory=list)
     ahead: list[Unit] = field(default_factory=list)
     incomplete: dict[Unit, set[int]] = field(default_factory=dict)
-
-    @property
-    def units(self) -> list[Unit]:
-        """The units whose forwards run."""
-        return [unit for unit, _ in self.running]
 
 
 @dataclass

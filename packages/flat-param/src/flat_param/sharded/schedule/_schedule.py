@@ -38,15 +38,14 @@ from torch import Tensor, nn
 
 from ..._errors import StateError
 from ..._torch_compat import at_end_of_backward
-from ...comm._buffer_pool import BufferPool
-from ...comm._comm import CommLog
-from ...comm._streams import refuse_capture
+from ...comm._comm import BufferPool, CommLog
+from ...comm._streams import is_capturing
 from ..tensor._nested import cast_floats, hook_nodes, tensors_in
-from ..unit._sharded_grads import ShardedGrads
+from ..unit._segment import ShardedSegment
 from ..unit._strays import look_for_strays
 from ..unit._unit import Unit
 from ._order import agree
-from ._passes import BackwardPass, ForwardPass, Pass, UnitBackward, UnitForward
+from ._passes import BackwardPass, ForwardPass, Pass, UnitBackward, UnitForward, UnitInputs
 
 
 class Schedule:
@@ -73,33 +72,22 @@ class Schedule:
 
     def merge(self, other: Schedule) -> None:
         """Add the units of a nested tree."""
-        if other is not self:
-            for unit in other.units:
-                unit.join(self)
-                unit.comms.log.counts = self.log.counts
-                self.units.append(unit)
-
-    @property
-    def forward(self) -> ForwardPass | None:
-        """The forward that runs."""
-        return self.current.forward
-
-    @property
-    def backward(self) -> BackwardPass | None:
-        """The backward that runs, or was stopped."""
-        return self.current.backward
+        for unit in other.units:
+            unit.join(self)
+            unit.comms.log.counts = self.log.counts
+        self.units += other.units
 
     @property
     def depth(self) -> int:
         """Number of nested running forwards."""
-        return 0 if self.forward is None else len(self.forward.running)
+        return 0 if self.current.forward is None else len(self.current.forward.units)
 
     def computes(self, unit: Unit) -> bool:
         """Whether the unit's forward or backward is running, so that the module has the leaves."""
-        if self.backward is not None:
-            state = self.backward.units.get(unit)
+        if self.current.backward is not None:
+            state = self.current.backward.units.get(unit)
             return state is not None and state.begun and not state.freed
-        return self.forward is not None and unit in self.forward.units
+        return self.current.forward is not None and unit in self.current.forward.units
 
     def was_freed(self, unit: Unit) -> None:
         """Record that a unit was resharded, so that backward gathers it again."""
@@ -108,9 +96,9 @@ class Schedule:
 
     def settle(self) -> None:
         """End a pass that an exception has stopped, if there is one. Not a collective."""
-        if self.backward is not None and self.backward.was_stopped:
+        if self.current.backward is not None and self.current.backward.was_stopped:
             self.abandon()
-        if self.forward is not None and not self.forward.running:
+        if self.current.forward is not None and not self.current.forward.units:
             self._drop_forward()
 
     # Forward.
@@ -119,48 +107,54 @@ class Schedule:
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshard a unit, and hook its inputs. Collective."""
-        if unit.options.cpu_offload and unit.parts:
-            refuse_capture(unit.name, unit.parts[0].device)
+        if unit.options.cpu_offload and unit.parts and is_capturing(unit.parts[0].device):
+            raise StateError(
+                f"flat_param.fully_shard: unit '{unit.name}' has an offload_policy and a graph is "
+                "being captured, but gradients cannot be moved to the host during a capture. "
+                "Capture without offload_policy, or run this module outside of the capture."
+            )
         if not self.depth:
             look_for_strays(unit, self.units)
         self.settle()
-        begun = None if self.backward is not None else self._enter(unit)  # None: it recomputes
+        recomputes = self.current.backward is not None
+        begun = None if recomputes else self._enter(unit)
         unit.unshard()
         unit.compute_with_leaves()
         if begun is not None:
             self._prefetch_forward(unit)
             if torch.is_grad_enabled():
-                inputs = (args, kwargs, unit.ignored)
-                self.current.of(unit).hook_inputs(begun, inputs, _on_input_grad)
+                found = self.current.inputs
+                if unit not in found:
+                    found[unit] = UnitInputs(unit)
+                found[unit].hook(begun, (args, kwargs, unit.ignored), _on_input_grad)
         policy = unit.options.precision
         dtype = policy.param_dtype if policy.cast_forward_inputs else None
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
     def _enter(self, unit: Unit) -> UnitForward:
         """Record that a unit's forward begins."""
-        forward = self.forward
+        forward = self.current.forward
         if forward is None:
-            self._begin_pass()
+            if self.current.is_spent:
+                self.current.end()
+                self.current = Pass()
+            elif self.current.chain:
+                # A backward may have been stopped before its pass was recorded here.
+                for each in self.units:
+                    each.drop_leaf_grads()
             self.current.forward = forward = ForwardPass()
-        around = self.current.of(unit).around
+        around = self.current.around[unit]
         around.update(forward.units, forward.incomplete)
         around.discard(unit)  # a module that calls itself
-        begun = UnitForward(unit)
-        forward.running.append((unit, begun))
+        begun = UnitForward(weakref.ref(unit), unit.leaf_versions())
+        forward.units.append(unit)
+        forward.begun.append(begun)
         forward.order.append(unit)
         unit.reshard_if_stale()
         return begun
 
-    def _begin_pass(self) -> None:
-        before = self.current
-        self.current = before.next()
-        if self.current is before and before.chain:
-            # A backward may have been stopped before its pass was recorded here.
-            for unit in self.units:
-                unit.drop_leaf_grads()
-
     def _prefetch_forward(self, unit: Unit) -> None:
-        forward = self.forward
+        forward = self.current.forward
         assert forward is not None
         here, last = len(forward.order) - 1, self._last_order
         following = [each for each in unit.forward_prefetch if each not in forward.order]
@@ -178,13 +172,13 @@ class Schedule:
         returns = keeps = False
         if torch.is_grad_enabled():
             tensors = list(tensors_in(output))
-            running = [] if self.forward is None else self.forward.running[-1:]
+            begun = [] if self.current.forward is None else self.current.forward.begun[-1:]
             # A graph may be the only reference to the schedule, and keeps its `UnitForward`.
-            told = partial(self._on_output_grad, unit, *running)
+            told = partial(self._on_output_grad, unit, *begun)
             returns = hook_nodes(tensors, told) or not tensors
             keeps = returns and (self.depth == 1 or not tensors or not unit.frees_after_forward)
-        if self.backward is None and self.forward is not None:
-            self._leave(self.forward, unit, module, returns=returns, keeps=keeps)
+        if self.current.backward is None and self.current.forward is not None:
+            self._leave(self.current.forward, unit, module, returns=returns, keeps=keeps)
         return cast_floats(output, unit.options.precision.output_dtype)
 
     def _leave(
@@ -194,9 +188,9 @@ class Schedule:
 
         A unit of several modules stays unsharded until all were called.
         """
-        _, begun = forward.running[-1]
-        unit.check_unwritten(begun.versions)
-        forward.running.pop()
+        unit.check_unwritten(forward.begun[-1].versions)
+        forward.units.pop()
+        forward.begun.pop()
         chain = self.current.chain
         if returns:
             chain.pop(unit, None)
@@ -209,13 +203,13 @@ class Schedule:
             if len(called) == unit.module_count:
                 del forward.incomplete[unit]
         if keeps or unit in forward.incomplete:
-            unit.sites.swap_out()
+            unit.swap_out()
             if unit in chain:
                 chain[unit] = False
         else:
             unit.reshard()
             self.was_freed(unit)
-        if not forward.running:
+        if not forward.units:
             self._end_forward(forward)
 
     def _end_forward(self, forward: ForwardPass) -> None:
@@ -234,12 +228,12 @@ class Schedule:
         In backward the forward is a recomputation, which an early stop ends by an exception; the
         pass continues.
         """
-        forward = self.forward
-        if forward is None or self.backward is not None:
+        forward = self.current.forward
+        if forward is None or self.current.backward is not None:
             return
         left = forward.units[depth:]
-        del forward.running[depth:]
-        if forward.running:  # the module around it may catch the exception
+        del forward.units[depth:], forward.begun[depth:]
+        if forward.units:  # the module around it may catch the exception
             for unit in left:
                 if unit not in forward.units:
                     unit.reshard()
@@ -271,13 +265,13 @@ class Schedule:
 
         It may be the gradient of another loss, so it starts no backward pass.
         """
-        current = self.backward
+        current = self.current.backward
         if current is not None and not current.was_stopped and unit in current.units:
             state = current.units[unit]
             state.inputs_arrived[forward] += 1
             self._advance(unit, state)
 
-    def on_grad(self, unit: Unit, grads: ShardedGrads, index: int) -> None:
+    def on_grad(self, unit: Unit, part: ShardedSegment, index: int) -> None:
         """Handle the gradient of a leaf."""
         state = self._standing(unit)
         if state.summed:
@@ -287,10 +281,10 @@ class Schedule:
                 "one that runs, but its gradients are summed already. Call that backward before "
                 "or after this one, and checkpoint with use_reentrant=False."
             )
-        grads.take(index, self.pool)
+        part.take(index, self.pool)
         state.arrived += 1
         if state.arrived == state.expected:
-            for outer in self.current.around(unit):
+            for outer in self.current.around[unit]:
                 around = self._standing(outer)
                 around.inner -= 1
                 self._advance(outer, around)
@@ -300,12 +294,14 @@ class Schedule:
         """Reduce and reshard a unit as soon as the docstring of the file allows it."""
         if not state.begun or state.arrived < state.expected or state.freed:
             return
-        forwards = self.current.of(unit).forwards()
-        counts = [(each.inputs, state.inputs_arrived[each]) for each in forwards]
-        inputs = sum([count for count, _ in counts])
-        missing = inputs - sum([arrived for _, arrived in counts])
+        found = self.current.inputs.get(unit)
+        inputs, missing = (0, 0) if found is None else found.count(state.inputs_arrived)
         if state.expected == len(unit.nodes) or (inputs and missing <= 0):
-            self._on_grads(unit)
+            current = self.current.backward
+            assert current is not None
+            current.ready.add(unit)
+            while current.to_reduce and current.to_reduce[0] in current.ready:
+                self._reduce(current, current.to_reduce.pop(0))
         if state.inner or missing > 0 or not (inputs or state.expected == unit.leaf_count):
             return
         state.freed = True
@@ -313,7 +309,7 @@ class Schedule:
 
     def _standing(self, unit: Unit) -> UnitBackward:
         """The state of a unit in the running pass; the first gradient starts a new pass."""
-        current = self.backward or self._begin_backward()
+        current = self.current.backward or self._begin_backward()
         if current.failed or current.callback() is None:
             # Of older gradients, a loop over the module's parameters may have cleared the leaves'.
             parts = [part for each in self.units for part in each.parts]
@@ -340,14 +336,14 @@ class Schedule:
         at_end_of_backward(callback)
         chain = self.current.chain
         order = list(reversed(chain))
-        trained = [unit for unit in self._inner_first(order) if unit.grads]
+        trained = [unit for unit in self._inner_first(order) if unit.trained]
         late = [unit for unit in self._accumulated if unit not in chain]
         to_gather: dict[Unit, None] = {}
         for unit in order:
             to_gather |= dict.fromkeys((unit, *unit.backward_prefetch))
         units = {unit: UnitBackward(unit.count_expected()) for unit in chain}
         for unit, state in units.items():
-            for outer in self.current.around(unit) if state.expected else ():
+            for outer in self.current.around[unit] if state.expected else ():
                 if outer in units:
                     units[outer].inner += 1
         if not sync:
@@ -392,8 +388,8 @@ class Schedule:
 
     def _gather_for_backward(self, unit: Unit) -> None:
         """Begin to gather all units up to this one, and the next ones. Collective."""
-        assert self.backward is not None
-        queue = self.backward.to_gather
+        assert self.current.backward is not None
+        queue = self.current.backward.to_gather
         if unit in queue:
             for _ in range(queue.index(unit) + 1):
                 queue.pop(0).start_gather(in_backward=True)
@@ -403,20 +399,12 @@ class Schedule:
         for _ in range(ahead if listed else min(1, len(queue))):
             queue.pop(0).start_gather(in_backward=True)
 
-    def _on_grads(self, unit: Unit) -> None:
-        """Handle that a unit has all its gradients: reduce the next units in order. Collective."""
-        current = self.backward
-        assert current is not None
-        current.ready.add(unit)
-        while current.to_reduce and current.to_reduce[0] in current.ready:
-            self._reduce(current, current.to_reduce.pop(0))
-
     def _reduce(self, current: BackwardPass, unit: Unit) -> None:
         self._advance_reductions(current)
         if unit in current.units:
             current.units[unit].summed = True
-        for grads in unit.grads:
-            current.reducing.append(grads.start_reduce(unit.reduction, self.pool))
+        for part in unit.trained:
+            current.reducing.append(part.start_reduce(unit, self.pool))
         current.reduced.append(unit)
         if all(pending.work is None for pending, _ in current.reducing):
             self._advance_reductions(current)
@@ -439,7 +427,7 @@ class Schedule:
         """Post-backward: reshard a unit whose parameters are no longer read."""
         frees = unit.frees_after_backward
         if frees is None:
-            current = self.backward
+            current = self.current.backward
             assert current is not None
             frees = current.sync or unit.frees_after_forward
             frees = frees and not current.is_differentiated
@@ -447,15 +435,20 @@ class Schedule:
             unit.reshard()
         else:
             unit.end_show()
-            unit.sites.swap_out()
+            unit.swap_out()
 
     def _end_backward(self) -> None:
-        current = self.backward
+        current = self.current.backward
         if current is None:
             return
         current.ending = True
         try:
-            self._start_rest(current)
+            while current.to_gather:
+                skipped = current.to_gather.pop(0)
+                skipped.unshard()
+                skipped.reshard()
+            while current.to_reduce:
+                self._reduce(current, current.to_reduce.pop(0))
             kept = [unit for unit in current.reduced if unit.keeps_sums]
             agreements = agree(unit for unit in current.reduced if not unit.keeps_sums)
             for _ in range(2):
@@ -472,19 +465,10 @@ class Schedule:
             raise
         self.current.backward = None
 
-    def _start_rest(self, current: BackwardPass) -> None:
-        """Start the collectives that are left. Collective."""
-        while current.to_gather:
-            skipped = current.to_gather.pop(0)
-            skipped.unshard()
-            skipped.reshard()
-        while current.to_reduce:
-            self._reduce(current, current.to_reduce.pop(0))
-
     def drop_accumulated(self) -> None:
         """Drop gradients that were accumulated and not reduced. Not a collective."""
         self.settle()
-        if self.backward is None and self._accumulated:
+        if self.current.backward is None and self._accumulated:
             for unit in self._accumulated:
                 unit.forget()
             self._accumulated = {}
@@ -510,7 +494,7 @@ class Schedule:
         found: list[Unit] = []
         begun: list[Unit] = []
         for unit in order:
-            while begun and begun[-1] not in self.current.around(unit):
+            while begun and begun[-1] not in self.current.around[unit]:
                 found.append(begun.pop())
             begun.append(unit)
         return found + begun[::-1]
@@ -529,11 +513,11 @@ def _on_end(schedule_ref: weakref.ref[Schedule], callback: weakref.ref[Callable[
     another backward.
     """
     schedule = schedule_ref()
-    current = None if schedule is None else schedule.backward
+    current = None if schedule is None else schedule.current.backward
     if schedule is not None and current is not None and current.callback is callback:
         current.failed = True
         for unit in schedule.units:
-            unit.sites.swap_out()
+            unit.swap_out()
 
 
 @cache

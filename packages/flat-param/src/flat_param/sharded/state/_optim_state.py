@@ -87,7 +87,8 @@ def _present_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any
     sharded = [param for param in params if piece_of(param) is not None]
     if not sharded:
         return state
-    if any(piece.is_cut for piece in map(piece_of, sharded) if piece is not None):
+    pieces = list(map(piece_of, sharded))
+    if any(piece.is_cut for piece in pieces if piece is not None):
         refuse_one_rank()
     like = next((param for param in sharded if optimizer.state.get(param)), None)
     presented: dict[Any, Any] = {}

@@ -16,8 +16,7 @@ from ..._errors import FlatParamError
 from ...buffers._views import memory_order
 from ..tensor._piece_tensors import plain
 from ..unit._by_hand import put_to_rest
-from ..unit._param_sites import ParamSite
-from ..unit._unit import Unit
+from ..unit._unit import ParamSite, Unit
 from ._optim_state import refuse_one_rank
 
 
@@ -35,7 +34,7 @@ def install_module_hooks(module: nn.Module, unit: Unit) -> None:
 
 
 def _before(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if unit.sites.copies is None:
+    if unit.copies is None:
         if unit.comms.gather.world_size > 1:
             refuse_one_rank()
         put_to_rest(unit, "state_dict")
@@ -49,10 +48,10 @@ def _present(
     prefix: str,
     metadata: Any,
 ) -> None:
-    if unit.sites.copies is not None:
+    if unit.copies is not None:
         return
     for site in sites:
-        name, param = prefix + site.key, site.part.held.params[site.index]
+        name, param = prefix + site.key, site.param
         if isinstance(state.get(name), Tensor):
             elements = memory_order(plain(param), param.stride())
             is_plain = site.piece.is_plain
@@ -74,7 +73,7 @@ def _take(
     put_to_rest(unit, "load_state_dict")
     unit.reshard()
     for site in sites:
-        name, param = prefix + site.key, site.part.held.params[site.index]
+        name, param = prefix + site.key, site.param
         value = state.get(name)
         if not isinstance(value, Tensor) or value is param:
             continue  # torch passes the module's own parameters for missing values
@@ -84,5 +83,5 @@ def _take(
             errors.append(str(error))
         else:
             if elements.data_ptr() != param.data_ptr():  # not read in place by load_sharded
-                site.part.write(site.index, elements)
+                site.piece.flat(site.part.shard).copy_(elements.detach())
         state[name] = param

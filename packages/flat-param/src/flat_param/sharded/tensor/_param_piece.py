@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...buffers._dtensors import DTensorPlace
 from ...buffers._views import memory_order, outer_first
-from ...comm._clip import Spread
 from ...comm._comm import Communicator
+from ...comm._groups import Spread
 from ...layout._boundary import Cut
 from ...layout._shard import ShardPlan
 from ...layout._spec import ParamSpec, contiguous_stride

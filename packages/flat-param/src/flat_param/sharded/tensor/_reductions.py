@@ -282,7 +282,7 @@ class PieceNorm(Tensor):
             return _stacked(args[0])
         first = args[0] if args else None
         if name in NORM_ORDERS and isinstance(first, cls) and first._combines(name, args, kwargs):
-            return first._combined()
+            return first.combined()
         args, kwargs = _reduced((args, kwargs))
         return func(*args, **kwargs)
 
@@ -290,7 +290,7 @@ class PieceNorm(Tensor):
         order = order_of(name, args, kwargs)
         return order == self._order and dims_of(name, args, kwargs) is None
 
-    def _combined(self) -> Tensor:
+    def combined(self) -> Tensor:
         """The norm of all elements of all pieces. Collective."""
         with without_torch_function():
             powers = _powers(self.detach().as_subclass(Tensor).view(-1), self._order)

@@ -7,16 +7,15 @@ interrupted gather leaves the unit resharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import nn
 
 from ..._errors import StateError
 from ...buffers._views import param_views
-from ._sharded_params import ShardedParams
+from ._segment import ShardedSegment
 from ._unit import Unit
 
 STOPPED = object()
@@ -26,25 +25,22 @@ STOPPED = object()
 class UnshardHandle:
     """A gather that `ShardedModule.unshard` has started."""
 
-    def __init__(self, show: Callable[[], None]) -> None:
-        self._show = show
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
 
     def wait(self) -> None:
         """Wait for the unsharded parameters and show them.
 
         Does nothing in a second call, or after a forward, backward or `reshard()` freed them.
         """
-        self._show()
-
-
-def _show(unit: Unit) -> None:
-    unit.schedule.settle()
-    if unit.is_by_hand and not unit.is_shown:
-        try:
-            unit.show()
-        except BaseException:
-            unit.reshard()
-            raise
+        unit = self._unit
+        unit.schedule.settle()
+        if unit.is_by_hand and not unit.is_shown:
+            try:
+                unit.show()
+            except BaseException:
+                unit.reshard()
+                raise
 
 
 def begin_unshard(unit: Unit) -> UnshardHandle:
@@ -62,14 +58,14 @@ def begin_unshard(unit: Unit) -> UnshardHandle:
         except BaseException:
             unit.reshard()
             raise
-    return UnshardHandle(partial(_show, unit))
+    return UnshardHandle(unit)
 
 
 def reshard(unit: Unit) -> None:
     """Reshard a unit; a later backward gathers it again. Not a collective."""
     schedule = unit.schedule
     schedule.settle()
-    backward = schedule.backward
+    backward = schedule.current.backward
     state = None if backward is None else backward.units.get(unit)
     if schedule.computes(unit) or (state is not None and not state.freed):
         name = f"unit '{unit.name}'" if unit.name else "the outermost unit"
@@ -114,7 +110,7 @@ def put_to_rest(unit: Unit, function: str) -> None:
     """
     schedule = unit.schedule
     schedule.settle()
-    if schedule.depth or schedule.backward is not None:
+    if schedule.depth or schedule.current.backward is not None:
         raise StateError(
             f"flat_param.{function}: called inside forward or backward, where the module has "
             "unsharded parameters. Call it between steps."
@@ -139,11 +135,11 @@ def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
     copies = {unit: {part: _copies_of(part) for part in unit.parts} for unit in units}
     try:
         for unit in units:
-            unit.sites.copies = copies[unit]
-            unit.sites.swap_out()
+            unit.copies = copies[unit]
+            unit.swap_out()
         yield
     finally:
-        errors = [unit.sites.drop_copies() for unit in units]
+        errors = [unit.drop_copies() for unit in units]
     if write_back:
         for error in filter(None, errors):
             raise error
@@ -154,7 +150,7 @@ def full_params(module: nn.Module, *, write_back: bool) -> Iterator[None]:
             unit.reshard()
 
 
-def _copies_of(part: ShardedParams) -> tuple[nn.Parameter, ...]:
+def _copies_of(part: ShardedSegment) -> tuple[nn.Parameter, ...]:
     """Gather the full parameters of a segment into new memory, in the shard's dtype. Collective."""
     full = torch.empty(part.plan.numel, dtype=part.shard.dtype, device=part.device)
     part.gather_into(full).wait()

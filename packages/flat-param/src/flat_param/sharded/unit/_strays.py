@@ -34,25 +34,21 @@ def watch_registrations() -> None:
     register_module_parameter_registration_hook(_count)
 
 
-def _count(module: nn.Module, name: str, registered: Any) -> None:
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        _refuse_ddp(module, registered)
-    if not torch.compiler.is_compiling():  # traced, it would be compiled anew in each call
-        _registrations[0] += 1
-
-
-def _refuse_ddp(ddp: Any, module: Any) -> None:
-    named = module.named_parameters() if isinstance(module, nn.Module) else ()
-    for name, param in named:
-        if piece_of(param) is not None and name not in ddp.parameters_to_ignore:
+def _count(module: Any, name: str, registered: Any) -> None:
+    is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+    is_wrapped = is_ddp and isinstance(registered, nn.Module)
+    for path, param in registered.named_parameters() if is_wrapped else ():
+        if piece_of(param) is not None and path not in module.parameters_to_ignore:
             raise StateError(
                 f"flat_param.fully_shard: DistributedDataParallel is called with "
-                f"{type(module).__name__}, whose parameter '{name}' is sharded, but it would "
+                f"{type(registered).__name__}, whose parameter '{path}' is sharded, but it would "
                 "overwrite each rank's piece by that of rank 0. Leave DDP out, since backward "
                 "reduces gradients already, and call fully_shard on the whole module. With "
                 "accelerate and Trainer use their FSDP plugin with fsdp_version=2, or pass only "
                 "the optimizer and the data to prepare() and save with save_sharded."
             )
+    if not torch.compiler.is_compiling():  # traced, it would be compiled anew in each call
+        _registrations[0] += 1
 
 
 def check_strays(function: str, module: nn.Module, units: Iterable[Unit]) -> None:

@@ -1,33 +1,65 @@
-"""The parameters of one unit on this rank: gathered, shown, freed, with hooks on their leaves.
+"""The parameters of one unit on this rank: gathered, shown in its module, freed.
 
-Pieces get no gradient. If a backward reaches a piece, code outside of the unit used it like a full
-parameter, so an error is raised.
+| when | the module has |
+|---|---|
+| between steps | the optimizer's parameters, which are pieces |
+| in the unit's forward and backward | the leaves, which are full |
+| after `unshard()` | the leaves, until the unit is resharded; changes are dropped, as in FSDP2 |
+| inside `whole_params()` | full copies in the parameters' own dtype |
 
-`_schedule` decides when to gather and free.
+- A parameter that a user replaces is an error, before any communication. Other memory, by
+  `param.data = ...`, is copied into the shard before the next gather and before any code reads
+  shards. Inside `whole_params()`, code that reads shards or gathers raises an error.
+- Pieces get no gradient. If a backward reaches a piece, code outside of the unit used it like a
+  full parameter, so an error is raised.
+- `_schedule` decides when to gather and free.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ..._errors import StateError
+from ..._errors import FlatParamError, ParameterError, StateError
 from ..._torch_compat import will_run, without_torch_function
 from ...buffers._owners import Owner
 from ...comm._comm import Pending
 from ...comm._groups import CommGroups
-from ...comm._streams import is_capturing
+from ...comm._streams import capture_query
 from ...layout._options import UnitOptions
 from ..tensor._param_piece import ParamPiece, mark_shown
 from ..tensor._piece_tensors import outside_unit
-from ._param_sites import ParamSite, ParamSites
-from ._sharded_grads import Reduction, ShardedGrads
-from ._sharded_params import ShardedParams
+from ._segment import ShardedSegment
+
+
+@dataclass
+class ParamSite:
+    """One location in a module at which a parameter is registered; a tied one has several.
+
+    Attributes:
+        param: the optimizer's parameter.
+        leaf: the full parameter.
+    """
+
+    registry: dict[str, nn.Parameter | None]
+    key: str
+    part: ShardedSegment
+    index: int
+
+    def refresh(self) -> None:
+        """Read parameter and leaf again, after they were made or replaced."""
+        self.param, self.leaf = self.part.held.params[self.index], self.part.leaves[self.index]
+
+    @property
+    def piece(self) -> ParamPiece:
+        """This rank's piece of the parameter."""
+        return self.part.pieces[self.index]
 
 
 class Unit:
@@ -37,15 +69,20 @@ class Unit:
         name: qualified name of the module below the outermost unit; "" for the outermost unit.
         owners: registered owners of the unit's parameters and of the ignored ones.
         parts: its segments.
+        sites: where its parameters are registered.
+        copies: the full copies that the module has inside `whole_params()`, by segment.
         ignored: ignored parameters of its module and of inner units; see _ignored.py.
         ignored_places: where they are registered, by `id` of a module's parameters, and key.
-        grads: gradients of the trainable segments.
+        trained: the trainable segments.
         is_unsharded: whether every leaf may be read.
         frees_after_forward: whether it is resharded between forward and backward.
         frees_after_backward: whether it is resharded after backward; None: see `Schedule._release`.
         unshards_in_backward: whether backward gathers it.
+        schedule_ref: a weak reference to the schedule of its tree.
         syncs: whether backward reduces its gradients.
-        reduction: how its gradients are reduced.
+        divide_factor: divisor of sums of gradients; None: the number of ranks.
+        sums_copies: whether gradients are reduced over replicas.
+        on_sum: called with this rank's part of each sum before the division.
         forward_prefetch: units that are gathered when its forward begins; empty for the default.
         backward_prefetch: the same for its backward.
         looked_at: number of registrations at the last search for strays.
@@ -57,7 +94,7 @@ class Unit:
 
     def __init__(
         self,
-        parts: Sequence[ShardedParams],
+        parts: Sequence[ShardedSegment],
         sites: Sequence[ParamSite],
         *,
         comms: CommGroups,
@@ -74,34 +111,37 @@ class Unit:
         self.parts = tuple(parts)
         self.ignored = tuple(ignored)
         self.ignored_places = frozenset(_places(modules, ignored))
-        self.sites = ParamSites(sites)
+        self.sites = tuple(sites)
+        self.copies: Mapping[ShardedSegment, Sequence[nn.Parameter]] | None = None
         self.comms = comms
         self.options = options
         self.join(schedule)
-        self.grads: tuple[ShardedGrads, ...] = ()
+        self.trained = tuple([part for part in self.parts if part.segment.trainable])
+        for part in self.parts:
+            part.unit = weakref.ref(self)
         self.frees_after_forward = True
         self.frees_after_backward: bool | None = None
-        self.unshards_in_backward = self.syncs = True
-        self.reduction = Reduction()
+        self.unshards_in_backward = self.syncs = self.sums_copies = True
+        self.divide_factor: float | None = None
+        self.on_sum: Callable[[Tensor], object] | None = None
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] = ()
         self.is_unsharded = self.is_by_hand = self.is_shown = False
-        self._gathering: list[Pending | None] | None = None
+        self._gathering: list[Pending] | None = None
         self._version: tuple[int, bool] | None = None
-        self.nodes: list[Any] = []
         self._piece_nodes: list[Any] = []
         self._use_leaves()
 
     def join(self, schedule: object) -> None:
         """Use the schedule of a tree. It refers to all units, so only modules keep it alive."""
-        self._schedule: weakref.ref[Any] = weakref.ref(schedule)
+        self.schedule_ref: weakref.ref[Any] = weakref.ref(schedule)
         for module in self.modules():
             object.__setattr__(module, "_flat_param_schedule", schedule)
 
     @property
     def schedule(self) -> Any:
         """The `Schedule` of the unit's tree."""
-        schedule = self._schedule()
+        schedule = self.schedule_ref()
         if schedule is None:
             raise StateError(
                 f"flat_param.fully_shard: the module of unit '{self.name}' is deleted, but what is "
@@ -113,27 +153,15 @@ class Unit:
         """Its modules that still exist."""
         return [module for each in self._modules if (module := each()) is not None]
 
-    def rename(self, name: str, label: str) -> None:
-        """Set the unit's name relative to the outermost unit."""
-        self.name = name
-        self.comms.name(label)
-
     def _use_leaves(self) -> None:
-        """Hook the leaves of all parts, as they are now."""
-        known = {grads.leaves: grads for grads in self.grads}
-        trained = [part for part in self.parts if part.segment.trainable]
-        self.grads = tuple([known.get(part.leaves) or ShardedGrads(part) for part in trained])
+        """Read parameters and leaves again, after they were made or replaced."""
+        self._gathered = [part for part in self.parts if not part.aliased]
         self.leaf_count = sum([len(part.leaves) for part in self.parts])
-        self.nodes = []
-        for grads in self.grads:
-            self.nodes += [get_gradient_edge(leaf).node for leaf in grads.leaves]
-            for index, leaf in enumerate(() if grads.leaves in known else grads.leaves):
-                # Weak: the garbage collector does not see the reference that C++ holds to hooks. A
-                # strong hook would keep the unit, its module and its process groups alive.
-                on_grad = partial(_on_grad, weakref.ref(self), weakref.ref(grads), index)
-                leaf.register_post_accumulate_grad_hook(on_grad)
+        self.nodes = [node for part in self.parts for node in part.nodes]
+        self._is_capturing = capture_query(self.parts[0].device.type if self.parts else "cpu")
+        for site in self.sites:
+            site.refresh()
         self._refuse_grads_of_pieces()
-        self.sites.refresh()
 
     def _refuse_grads_of_pieces(self) -> None:
         before, found = set(map(id, self._piece_nodes)), []
@@ -160,29 +188,75 @@ class Unit:
         is_captured = self._version[1]  # a stream takes part in a capture by waiting
         waits = not in_backward or is_captured or before != self._version
         self._gathering = gathering = []
-        for part in self.parts:
-            gathering.append(part.start_gather(waits=waits))
+        for part in self._gathered:
+            gathering.append(part.gather_into(part.full, waits=waits))
 
     def take_changes(self) -> None:
-        """Copy parameters with other memory into the shard, and follow `requires_grad`."""
-        if self.sites.take_changes():
-            self._version = None
+        """Copy in the values of parameters that have other memory; also follow `requires_grad`.
+
+        Raises:
+            ParameterError: a parameter was replaced, or has another shape, or was frozen and is
+                trainable now. Replaced ones are in place again.
+            StateError: copies are set.
+        """
+        if self.copies is not None:
+            raise StateError(
+                "flat_param.whole_params: the module has copies of whole parameters, but only its "
+                "state_dict() can be called with them. Leave the block first."
+            )
+        with without_torch_function():
+            for site in self.sites:
+                current, leaf, param = site.registry.get(site.key), site.leaf, site.param
+                if current is leaf:
+                    continue
+                if current is not param:
+                    error = _replaced(site, current)
+                    self.swap_out()
+                    raise error
+                if leaf.requires_grad != param.requires_grad:
+                    _set_requires_grad(site, param.requires_grad)
+            for part in self.parts:
+                if moved := part.held.moved():
+                    part.take_moved(moved)
+                    self._version = None
+
+    def swap_in(self) -> None:
+        """Set the leaves in the module."""
+        for site in self.sites:
+            site.registry[site.key] = site.leaf
+
+    def swap_out(self) -> None:
+        """Set the optimizer's parameters, or the copies inside `whole_params()`."""
+        copies = self.copies
+        for site in self.sites:
+            param = site.param if copies is None else copies[site.part][site.index]
+            site.registry[site.key] = param
+
+    def drop_copies(self) -> FlatParamError | None:
+        """Set the optimizer's parameters; return the error if a copy was replaced."""
+        copies, self.copies, error = self.copies or {}, None, None
+        for site in self.sites if copies else ():
+            copy: Tensor = copies[site.part][site.index]
+            current = site.registry.get(site.key)
+            if current is not copy or tuple(copy.shape) != site.piece.shape:
+                error = _replaced(site, current)
+        self.swap_out()
+        return error
 
     def unshard(self) -> None:
         """Gather the full parameters. Collective, unless they are gathered already."""
         if not self.is_unsharded:
             self.start_gather()
             for pending in self._gathering or ():
-                if pending is not None:
-                    pending.wait()
+                pending.wait()
             self._gathering, self.is_unsharded = None, True
-        for part in self.parts:
+        for part in self._gathered:
             part.use()
 
     @property
     def keeps_sums(self) -> bool:
         """Whether sums over the ranks that share the parameters wait for those over replicas."""
-        return not self.reduction.sums_copies and self.comms.replicate.group is not None
+        return not self.sums_copies and self.comms.replicate.group is not None
 
     @property
     def is_gathered(self) -> bool:
@@ -196,27 +270,26 @@ class Unit:
         for part in self.parts:
             for leaf, piece in zip(part.leaves, part.pieces, strict=True):
                 mark_shown(leaf, label=piece.label)
-        self.sites.swap_in()
+        self.swap_in()
 
     def end_show(self) -> None:
         """Set the optimizer's parameters again; tensors that a user assigned are dropped."""
         if self.is_shown:
             for part in self.parts:
                 part.attach_leaves()
-            self.sites.swap_out()
+            self.swap_out()
         self.is_shown = self.is_by_hand = False
 
     def compute_with_leaves(self) -> None:
         """Set the leaves in the module."""
-        if self.is_by_hand:
-            self.end_show()
-        self.sites.swap_in()
+        self.end_show()
+        self.swap_in()
 
     def leaf_versions(self) -> list[int]:
         """Numbers that change with every write to a leaf that is lost when the unit is freed."""
-        return [leaf._version for part in self.parts if not part.aliased for leaf in part.leaves]
+        return [leaf._version for part in self._gathered for leaf in part.leaves]
 
-    def check_unwritten(self, before: list[int]) -> None:
+    def check_unwritten(self, before: Sequence[int]) -> None:
         """Refuse leaves that forward has written to.
 
         Raises:
@@ -225,7 +298,7 @@ class Unit:
         now = self.leaf_versions()
         if now == before:
             return
-        pieces = [piece for part in self.parts if not part.aliased for piece in part.pieces]
+        pieces = [piece for part in self._gathered for piece in part.pieces]
         pairs = zip(pieces, before, now, strict=True)
         label = next(piece.label for piece, old, new in pairs if old != new)
         raise StateError(
@@ -236,27 +309,24 @@ class Unit:
 
     def reshard(self) -> None:
         """Put the optimizer's parameters back and free the unsharded ones. Not a collective."""
-        if self.is_by_hand:
-            self.end_show()
-        self.sites.swap_out()
+        self.end_show()
+        self.swap_out()
         if self._gathering is not None:
             for pending in self._gathering:
-                if pending is not None:
-                    pending.leave()
-            # An interrupted gather may still write to its memory.
-            if len(self._gathering) < len(self.parts):
-                for part in self.parts[len(self._gathering) :]:
-                    part.remake()
+                pending.leave()
+            interrupted = self._gathered[len(self._gathering) :]
+            for part in interrupted:
+                part.make_full()  # a gather may still write to its memory
+            if interrupted:
                 self._use_leaves()
         self._gathering = None
         self.is_unsharded = False
-        for part in self.parts:
+        for part in self._gathered:
             part.free()
 
     def reshard_if_stale(self) -> None:
         """Reshard if any parameter has changed since the gather."""
-        if self.is_by_hand:
-            self.end_show()
+        self.end_show()
         if self.is_gathered:
             self.take_changes()
             if self.is_stale:
@@ -268,9 +338,15 @@ class Unit:
         return self.is_gathered and self._version != self._current_version()
 
     def _current_version(self) -> tuple[int, bool]:
-        """A gather in a captured graph runs in replays only, so a capture counts too."""
-        captured = bool(self.parts) and is_capturing(self.parts[0].device)
-        return sum([part.version for part in self.parts]), captured
+        """A value that changes with every in-place change of a parameter, and with every step.
+
+        Steps count on all ranks, also on those without elements. A gather in a captured graph runs
+        in replays only, so a capture counts too.
+        """
+        with without_torch_function():
+            changes = [param._version for part in self.parts for param in part.held.params]
+        steps = [part.pieces[0].segment.steps for part in self.parts]
+        return sum(changes) + sum(steps), self._is_capturing()
 
     def rebind(self) -> None:
         """Update shards and leaves after `module.to()` changed dtype or device."""
@@ -287,12 +363,12 @@ class Unit:
         """Drop all state of a stopped backward. Not a collective."""
         self.reshard()
         self.drop_leaf_grads()
-        for grads in self.grads:
-            grads.forget()
+        for part in self.trained:
+            part.forget_grads()
 
     def drop_leaf_grads(self) -> None:
         """Drop gradients that the engine has left."""
-        for leaf in (leaf for grads in self.grads for leaf in grads.owner.leaves):
+        for leaf in (leaf for part in self.trained for leaf in part.leaves):
             leaf.grad = None
 
 
@@ -311,18 +387,26 @@ def _refuse_grad(unit_ref: weakref.ref[Unit], piece: ParamPiece, _: object) -> N
         raise outside_unit(piece, "the loss was computed with it")
 
 
-def _on_grad(
-    unit_ref: weakref.ref[Unit], grads_ref: weakref.ref[ShardedGrads], index: int, leaf: Tensor
-) -> None:
-    """Handle the gradient of a leaf; its unit or its buffers may be deleted."""
-    unit, grads = unit_ref(), grads_ref()
-    if unit is None:
-        return
-    if grads is None:
-        leaf.grad = None
-        raise StateError(
-            "flat_param.fully_shard: this backward belongs to a forward before .to() or an "
-            "interrupted step, but full parameters have had other memory since then. Run the "
-            "forward again."
+def _replaced(site: ParamSite, value: Any) -> FlatParamError:
+    if type(value).__name__ == "FakeTensor":
+        return StateError(
+            f"flat_param.fully_shard: parameter {site.piece.label} is a fake tensor, as in "
+            "torch.export, which cannot trace the collectives of a sharded module. Export the "
+            "plain module, with flat_param.full_state_dict."
         )
-    unit.schedule.on_grad(unit, grads, index)
+    return ParameterError(
+        f"flat_param.fully_shard: parameter {site.piece.label} was replaced by a "
+        f"{type(value).__name__} after it was sharded, but the optimizer has the sharded one. The "
+        "sharded one is back. Write values into it by load_state_dict, or in place under "
+        "whole_params(write_back=True)."
+    )
+
+
+def _set_requires_grad(site: ParamSite, trainable: bool) -> None:
+    if not site.part.segment.trainable:
+        raise ParameterError(
+            f"flat_param.fully_shard: parameter {site.piece.label} was frozen when it was sharded "
+            "and is trainable now, but frozen segments have no gradient buffers. Make it "
+            "trainable before fully_shard."
+        )
+    site.leaf.requires_grad_(trainable)

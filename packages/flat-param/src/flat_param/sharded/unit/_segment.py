@@ -1,0 +1,479 @@
+"""One segment of a unit on this rank: its shard, its full parameters, and their gradients.
+
+    shard      (shard,)        storage dtype; always allocated; the optimizer's parameters view it.
+    full       (world*shard,)  compute dtype; its storage is resized to 0 while not in use, so the
+                               leaves, which view it, are made once.
+    full_grad  (world*shard,)  reduce dtype; this rank's gradients, from the first one of a backward
+                               until they are reduced; borrowed from a pool. One rank reduces
+                               nothing, so there it becomes `reduced`.
+    reduced    (shard,)        reduce dtype, then that of the parameters; new for each backward.
+                               `.grad` is a view of it, or has it added.
+
+- With one rank and no cast, `full` is `shard`. With a cast, one rank also has a separate `full`, so
+  results do not depend on the number of ranks.
+- A frozen segment has no gradients. A parameter that no rank used keeps its previous `.grad`.
+- Only `.grad` refers to the memory of gradients. So they are freed with `.grad`, and users may keep
+  them.
+- autograd only sees the leaves, so post-accumulate hooks of the optimizer's parameters are called
+  once `.grad` is set.
+- Gradients are handled on the stream on which the leaves' gradients arrive, which autograd chooses.
+  Buffers are allocated there, so no other stream waits for them.
+- Until replicas are reduced, this rank's sum, `(shard,)`, is kept and added to the next one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from ..._errors import ParameterError, StateError
+from ..._torch_compat import (
+    assign_grad,
+    post_accumulate_grad_hooks,
+    with_grad_hook,
+    without_torch_function,
+)
+from ...buffers._dtensors import as_plain, local_of, place_of_dtensor
+from ...buffers._views import GradBuffer, ParamViews, memory_order, param_views, zero_gaps_
+from ...comm._comm import BufferPool, Pending
+from ...comm._groups import CommGroups, spread_of
+from ...comm._streams import (
+    HERE,
+    Home,
+    SideWork,
+    home_of,
+    is_capturing,
+    side_stream,
+)
+from ...layout._layout import Segment
+from ...layout._options import UnitOptions, compute_dtype, reduction_dtype
+from ...layout._shard import plan_shard
+from ..tensor._param_piece import ParamPiece, PieceSegment
+from ..tensor._piece_tensors import as_piece, be_piece
+
+if TYPE_CHECKING:
+    from ._unit import Unit
+
+
+class ShardedSegment:
+    """Some parameters of a unit that are in one buffer, and their gradients.
+
+    Args:
+        segment: names, shapes and offsets.
+        params: full; each object becomes this rank's piece, except DTensors, which are replaced
+            by plain parameters.
+        comms: the unit's process groups.
+        options: of the unit.
+        device: of full parameters.
+
+    Attributes:
+        held: the optimizer's parameters as views of the shard.
+        leaves: the full parameters that the module computes with, in layout order.
+        pieces: the piece of each parameter.
+        unit: a weak reference to its unit.
+        aliased: whether the full buffer is the shard, so that nothing is gathered or freed.
+        nodes: graph nodes that accumulate the gradients of the leaves; none of a frozen segment.
+        grad_dtype: of the reduction.
+        used: which leaves had a gradient on this rank in the sums since `.grad` was last set.
+        arriving: this rank's gradients of the running backward.
+        kept: this rank's sum, `(shard,)`, if it waits for the reduction over replicas.
+    """
+
+    used: list[bool]
+    arriving: GradBuffer | None
+    kept: Tensor | None
+    _reduced: Tensor | None
+    _borrowed: Tensor | None
+    _copy_out: SideWork | None
+
+    def __init__(
+        self,
+        segment: Segment,
+        params: Sequence[nn.Parameter],
+        *,
+        comms: CommGroups,
+        options: UnitOptions,
+        device: torch.device,
+    ) -> None:
+        self.segment = segment
+        self.comms = comms
+        self.options = options
+        self.device = device
+        world_size = comms.gather.world_size
+        self.plan = plan_shard(segment.layout, world_size=world_size, boundary=options.boundary)
+        common = PieceSegment(self.plan, comms.gather, comms.replicate, device)
+        self.pieces = tuple(
+            ParamPiece(
+                index, common, place=place, spread=(comms.reduce, *spread_of(place, comms.log))
+            )
+            for index, place in enumerate(map(place_of_dtensor, params))
+        )
+        home = torch.device("cpu") if options.cpu_offload else device
+        dtype, numel = segment.layout.dtype, self.plan.shard_numel
+        self.shard = torch.zeros(numel, dtype=dtype, device=home, pin_memory=self.pins(home))
+        self.held = self._move_into_shard(params)
+        self._mark_params()
+        self.unit: Callable[[], Unit | None] = lambda: None
+        self._users: list[torch.Stream] = []  # streams that read the full buffer
+        self._is_captured = False  # whether they do so in a graph
+        self._copy: SideWork | None = None
+        self._home = HERE
+        self.make_full()
+
+    @torch.no_grad()
+    def _move_into_shard(self, params: Sequence[nn.Parameter]) -> ParamViews:
+        """Copy one parameter after another, so that only one is in memory twice."""
+        views = [piece.view(self.shard) for piece in self.pieces]
+        moved = []
+        for index, param in enumerate(params):
+            self.load_full(index, param.detach())
+            moved.append(as_plain(param, views[index]))
+        return ParamViews(moved, views)
+
+    def _mark_params(self) -> None:
+        for param, piece in zip(self.held.params, self.pieces, strict=True):
+            be_piece(param, piece)
+
+    def make_full(self) -> None:
+        """Make buffer and leaves; earlier ones live as long as their users."""
+        dtype = compute_dtype(self.options.precision, self.shard.dtype)
+        alone = self.comms.gather.world_size == 1
+        self.aliased = alone and dtype == self.shard.dtype and self.shard.device == self.device
+        self.full = self.shard
+        if not self.aliased:
+            self.full = torch.empty(self.plan.numel, dtype=dtype, device=self.device)
+        # `.data` gives each leaf a version counter: filling the buffer again before backward must
+        # not look like a change of the weights that autograd saved.
+        views = param_views(self.full, self.segment.layout)
+        leaves = [
+            nn.Parameter(self.placed(index, view.data), requires_grad=self.segment.trainable)
+            for index, view in enumerate(views)
+        ]
+        self.leaves = tuple(leaves)
+        trained = leaves if self.segment.trainable else []
+        self.nodes = [get_gradient_edge(leaf).node for leaf in trained]
+        for index, leaf in enumerate(trained):
+            # Weak: the garbage collector does not see the reference that C++ holds to hooks. A
+            # strong hook would keep the unit, its module and its process groups alive.
+            leaf.register_post_accumulate_grad_hook(partial(_on_grad, weakref.ref(self), index))
+        self.grad_dtype = reduction_dtype(self.options.precision, self.shard.dtype)
+        self.forget_grads()
+        if not self.aliased:
+            self.free()
+
+    def placed(self, index: int, local: Tensor) -> Tensor:
+        """Return a parameter as the module has it; `local` is this rank's part."""
+        place = self.pieces[index].place
+        return local if place is None else place.over(local)
+
+    def pins(self, home: torch.device) -> bool:
+        """Whether memory there is page-locked, for copies to and from another device."""
+        goes = home.type == "cpu" and self.device.type not in ("cpu", "meta")
+        return goes and self.options.pin_memory
+
+    def use(self) -> None:
+        """Read the full buffer on the current stream, after it was gathered."""
+        if self.device.type == "cpu":
+            return
+        here = torch.accelerator.current_stream(self.device)
+        if here not in self._users:
+            if self._users:
+                here.wait_stream(self._users[0])  # that one has waited for the gather
+            else:
+                self._is_captured = is_capturing(self.device)
+            self._users.append(here)
+
+    def gather_into(self, full: Tensor, *, waits: bool = True) -> Pending:
+        """Begin to fill `full` (world*shard,), of any dtype. Collective.
+
+        On an accelerator all work is on a side stream, which also owns the memory of the full
+        buffer. Before that stream reuses the memory, it waits for the streams that have read it,
+        see `free`.
+
+        Args:
+            full: the buffer; its storage is allocated if it is free.
+            waits: whether the gather begins after the work that is queued on the current stream,
+                which may change the shard.
+        """
+        if full.device.type == "cpu":
+            return self._gather(full)
+        with SideWork(full.device, "in", waits=waits) as work:
+            pending = self._gather(full)
+            if pending.work is None or pending.device is not None:
+                pending.wait()  # the side stream waits
+            else:
+                pending.home = Home(work.stream)  # the host will wait, as with gloo
+        self._copy = None if self.shard.device == full.device else work
+        return pending.then(work.wait)
+
+    def _gather(self, full: Tensor) -> Pending:
+        if not full.untyped_storage().nbytes():
+            full.untyped_storage().resize_(full.nbytes)
+        comm, plan, part = self.comms.gather, self.plan, self.shard
+        staged = full if plan.even else full.new_empty(plan.world_size * plan.shard_numel)
+        if part.device != full.device and comm.world_size == 1 and part.dtype == full.dtype:
+            part = full.copy_(part, non_blocking=True)
+        else:
+            part = part.to(full.device, non_blocking=True).to(full.dtype)
+        pending = comm.all_gather(staged, part)
+        return pending if staged is full else pending.then(partial(self._unstage, full, staged))
+
+    def synchronize(self) -> None:
+        """Wait on the host for the last copy of the shard, so that the shard may be changed."""
+        if self._copy is not None:
+            self._copy.synchronize()
+
+    def _unstage(self, full: Tensor, staged: Tensor) -> None:
+        rows = staged.view(self.plan.world_size, self.plan.shard_numel)
+        for row, (start, stop) in zip(rows, self.plan.ranges, strict=True):
+            full[start:stop].copy_(row[: stop - start])
+
+    def attach_leaves(self) -> None:
+        """Give leaves that have other memory, as after `leaf.data = ...`, the full buffer again."""
+        memory = self.full.untyped_storage().data_ptr()
+        for leaf, view in zip(
+            map(local_of, self.leaves), param_views(self.full, self.segment.layout), strict=True
+        ):
+            if leaf.untyped_storage().data_ptr() != memory:
+                leaf.data = view.data
+
+    def free(self) -> None:
+        """Free the full buffer's memory; the leaves stay, and are valid after the next gather."""
+        if self._users:
+            is_foreign = is_capturing(self.device) and not self._is_captured
+            for stream in self._users:
+                if is_foreign:  # no stream of a capture can wait for work before it
+                    self.full.record_stream(stream)
+                else:
+                    side_stream(self.device, "in").wait_stream(stream)
+            self._users = []
+        self.full.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def load_full(self, index: int, whole: Tensor) -> None:
+        """Copy this rank's piece of a full parameter, of any dtype. Not a collective."""
+        piece = self.pieces[index]
+        whole = whole if piece.place is None else piece.place.local_of_value(whole)
+        if piece.numel:
+            elements = memory_order(whole, piece.spec.stride)[piece.start : piece.stop]
+            piece.flat(self.shard).copy_(elements)
+
+    def take_moved(self, moved: Sequence[int]) -> None:
+        """Copy values that parameters have in other memory into the shard."""
+        for index in moved:
+            values, view = self.held.params[index].detach(), self.held.views[index]
+            if values.shape != view.shape:
+                self.held.attach(index)
+                label = self.pieces[index].label
+                raise ParameterError(
+                    f"flat_param.fully_shard: the data of parameter {label} was replaced by a "
+                    f"tensor of shape {tuple(values.shape)}, but this rank's piece has "
+                    f"{tuple(view.shape)}. The piece is back. Load full values by "
+                    "load_state_dict, or write them under whole_params(write_back=True)."
+                )
+            self.held.take(index, values)
+
+    @torch.no_grad()
+    def rebind(self, tensors: Sequence[Tensor]) -> None:
+        """Use pieces of another dtype or device, after `.to()`."""
+        dtype, home = tensors[0].dtype, tensors[0].device
+        numel, pinned = self.plan.shard_numel, self.pins(home)
+        moved = torch.zeros(numel, dtype=dtype, device=home, pin_memory=pinned)
+        views = [piece.view(moved) for piece in self.pieces]
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor)
+        self.held.follow(views)
+        remade = dtype != self.shard.dtype or home != self.shard.device or self.aliased
+        self.device = self.device if self.options.cpu_offload else moved.device
+        self.shard = moved
+        if remade:
+            self.make_full()
+        self.pieces[0].segment.device = self.device
+        self._mark_params()
+
+    # Gradients.
+
+    def take(self, index: int, pool: BufferPool) -> None:
+        """Move one leaf's gradient into the flat gradient, or add it to an existing one."""
+        leaf = self.leaves[index]
+        grad, leaf.grad = leaf.grad, None
+        if grad is not None:
+            place = self.pieces[index].place
+            local = grad.detach() if place is None else place.local_of_grad(grad)
+            (self.arriving or self.need_buffer(pool)).take(index, local)
+
+    def need_buffer(self, pool: BufferPool) -> GradBuffer:
+        """Return the buffer of this rank's gradients."""
+        if self.arriving is None:
+            numel, device = self.full.numel(), self.device
+            self._home = home_of(device)
+            if self.comms.reduce.world_size == 1:  # it becomes `reduced`
+                whole = torch.empty(numel, dtype=self.grad_dtype, device=device)
+            else:
+                whole = self._borrowed = pool.acquire(numel, dtype=self.grad_dtype, device=device)
+            layout = self.segment.layout
+            flat = zero_gaps_(whole[:numel], layout)
+            self.arriving = GradBuffer(flat, layout, [False] * len(self.leaves))
+        return self.arriving
+
+    def _release(self, pool: BufferPool) -> None:
+        buffer, self._borrowed = self._borrowed, None  # first, so that it is released once
+        self.arriving = None
+        if buffer is not None:
+            pool.release(buffer)
+
+    def start_reduce(self, unit: Unit, pool: BufferPool) -> tuple[Pending, Callable[[], Pending]]:
+        """Begin to reduce the gradients of all ranks into this rank's shard. Collective.
+
+        Args:
+            unit: the segment's unit, which says how gradients are reduced.
+            pool: has temporary buffers.
+
+        Returns:
+            The reduction, and a function to call after it, which begins the one over replicas.
+        """
+        buffer, ranks = self.need_buffer(pool), self.comms.world_size
+        self.used = [now or before for now, before in zip(buffer.arrived, self.used, strict=True)]
+        factor = float(ranks if unit.divide_factor is None else unit.divide_factor)
+        with self._home:
+            buffer.zero_rest()
+            full = buffer.flat
+            if full.dtype == torch.float16:
+                full.div_(ranks)  # a sum over many ranks may exceed float16's range
+                factor /= ranks
+            comm, numel = self.comms.reduce, self.shard.numel()
+            if comm.world_size == 1:
+                self._reduced, pending = full, Pending(comm, "reduce_scatter")
+            else:
+                self._reduced = torch.empty(numel, dtype=self.grad_dtype, device=self.device)
+                pending = comm.reduce_scatter(self._reduced, self._staged(full), pool=pool)
+        pending.home = self._home
+        pending.then(partial(self._release, pool))
+        return pending, partial(self._start_sum, unit, factor)
+
+    def _staged(self, full: Tensor) -> Tensor:
+        plan = self.plan
+        if plan.even:
+            return full
+        staged = full.new_zeros(plan.world_size, plan.shard_numel)
+        for row, (start, stop) in zip(staged, plan.ranges, strict=True):
+            row[: stop - start].copy_(full[start:stop])
+        return staged.view(-1)
+
+    def _start_sum(self, unit: Unit, factor: float) -> Pending:
+        """Begin to reduce this rank's sum over replicas. Collective."""
+        comm, reduced = self.comms.replicate, self._reduced
+        if reduced is None:
+            return Pending(comm, "all_reduce")
+        with self._home:
+            if self.kept is not None:
+                reduced.add_(self.kept)
+                self.kept = None
+            if not unit.sums_copies and comm.group is not None:
+                self.kept, self._reduced = reduced, None
+                return Pending(comm, "all_reduce")
+            pending = comm.all_reduce(reduced)
+        pending.home = self._home
+        return pending.then(partial(self._after_sum, unit, factor))
+
+    def _after_sum(self, unit: Unit, factor: float) -> None:
+        reduced, shard = self._reduced, self.shard
+        if reduced is None:
+            return
+        if unit.on_sum is not None:
+            unit.on_sum(reduced)
+        if factor != 1:
+            reduced.div_(factor)
+        if reduced.device != shard.device:
+            self._reduced = torch.empty_like(shard, pin_memory=self.pins(shard.device))
+            with SideWork(reduced.device, "out") as copy:
+                reduced.record_stream(copy.stream)
+                self._reduced.copy_(reduced.to(shard.dtype), non_blocking=True)
+            self._copy_out = copy
+        elif reduced.dtype != shard.dtype:
+            self._reduced = reduced.to(shard.dtype)
+
+    @torch.no_grad()
+    def assign_grads(self, used_anywhere: Sequence[bool]) -> None:
+        """Set `.grad` of parameters that some rank has used, and call their hooks."""
+        reduced, self._reduced = self._reduced, None
+        self.used = [False] * len(self.used)
+        if reduced is None:
+            return
+        copy, self._copy_out = self._copy_out, None
+        if copy is not None:
+            copy.synchronize()
+        used = [index for index, flag in enumerate(used_anywhere) if flag]
+        for index in used:
+            if self.pieces[index].skips:
+                self.pieces[index].is_stepped = self.pieces[index].has_grad_elsewhere = True
+        taken = [index for index in used if not self.pieces[index].skips]
+        params = [self.held.params[index] for index in taken]
+        pieces = [self.pieces[index] for index in taken]
+        with self._home:
+            with without_torch_function():
+                told = [post_accumulate_grad_hooks(param) for param in params]
+                grads = [piece.view(reduced.data) for piece in pieces]  # with own version counters
+                before = [param.grad for param in params]
+                if any(grad is not None for grad in before):
+                    # A view would keep the memory of all gradients, though others are added.
+                    grads = [
+                        grad.clone() if old is None else old.add_(grad)
+                        for old, grad in zip(before, grads, strict=True)
+                    ]
+                new = [at for at, old in enumerate(before) if old is None]
+                found = [as_piece(grads[at], pieces[at]) for at in new]
+                for at, grad in zip(new, found, strict=True):
+                    assign_grad(params[at], grad)
+            for param, hooks in zip(params, told, strict=True):
+                for tell in hooks:
+                    tell(param)
+
+    def clear(self, set_to_none: bool) -> None:
+        """Clear `.grad` of the optimizer's parameters."""
+        with without_torch_function():
+            for param in self.held.params:
+                if set_to_none:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.zero_()
+
+    def check_hooks(self) -> None:
+        """Refuse a hook of `register_hook`, which would get a piece."""
+        for index in with_grad_hook(self.held.params):
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter {self.pieces[index].label} has a hook "
+                "of register_hook, but autograd only sees unsharded parameters, so it would never "
+                "be called. Use register_post_accumulate_grad_hook, which gets this rank's piece."
+            )
+
+    def forget_grads(self) -> None:
+        """Drop the gradients of a stopped backward.
+
+        A collective may still read the buffer, so it does not return to the pool.
+        """
+        self.used = [False] * len(self.nodes)
+        self.arriving = self.kept = self._reduced = self._borrowed = self._copy_out = None
+
+
+def _on_grad(part_ref: weakref.ref[ShardedSegment], index: int, leaf: Tensor) -> None:
+    """Handle the gradient of a leaf; its unit may be deleted."""
+    part = part_ref()
+    unit = None if part is None else part.unit()
+    if part is None or unit is None:
+        return
+    if part.leaves[index] is not leaf:
+        leaf.grad = None
+        raise StateError(
+            "flat_param.fully_shard: this backward belongs to a forward before .to() or an "
+            "interrupted step, but full parameters have had other memory since then. Run the "
+            "forward again."
+        )
+    schedule = unit.schedule_ref() or unit.schedule  # which raises
+    schedule.on_grad(unit, part, index)
