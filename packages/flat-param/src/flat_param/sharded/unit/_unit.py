@@ -24,7 +24,6 @@ from ...comm._groups import CommGroups
 from ...comm._streams import is_capturing
 from ...layout._options import UnitOptions
 from ..tensor._param_piece import ParamPiece, mark_shown
-from ..tensor._piece_tensors import outside_unit
 from ._param_sites import ParamSite, ParamSites
 from ._sharded_grads import Reduction, ShardedGrads
 from ._sharded_params import ShardedParams
@@ -308,7 +307,7 @@ def _places(
 
 def _refuse_grad(unit_ref: weakref.ref[Unit], piece: ParamPiece, _: object) -> None:
     if unit_ref() is not None:
-        raise outside_unit(piece, "the loss was computed with it")
+        raise piece.outside_unit("the loss was computed with it")
 
 
 def _on_grad(
