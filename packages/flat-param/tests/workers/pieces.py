@@ -367,17 +367,4 @@ def check_searches_for_nodes_in_graphs_are_refused(rank: int, world: int) -> Non
     loss.backward()
 
 
-def check_adagrad_saved_before_a_step_comes_back(rank: int, world: int) -> None:
-    """Its state exists before hooks of a step do."""
-    _, model = pair()
-    state = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5).state_dict()
-    other = torch.optim.Adagrad(model.parameters())
-    other.load_state_dict(state)
-    backward(model)
-    other.step()
-    grad: Any = model[0].weight.grad
-    found = other.state[model[0].weight]["sum"].full_tensor()
-    assert torch.allclose(found, 0.5 + grad.full_tensor().square())
-
-
 run = checks(globals())

@@ -20,7 +20,6 @@ from _harness import (
 )
 from _whole import same_grads
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import flat_param
 from flat_param import fully_shard
@@ -129,21 +128,6 @@ def check_gradient_hooks_are_refused(rank: int, world: int) -> None:
         assert all(param.grad is None for param in model.parameters())
         handle.remove()
         loss_of(model, share(ids, rank)).backward()
-
-
-def check_torchs_total_norm_is_of_all_ranks(rank: int, world: int) -> None:
-    """The functions that were imported before anything was sharded are right, too."""
-    (ids,) = batches(world, 1)
-    reference, model = plain(), sharded()
-    loss_of(reference, ids).backward()
-    loss_of(model, share(ids, rank)).backward()
-    grads = [[p.grad for p in m.parameters() if p.grad is not None] for m in (reference, model)]
-    for order in (2.0, 1.0, float("inf")):
-        expected, found = (get_total_norm(each, order) for each in grads)
-        assert torch.isclose(found, expected), (order, found, expected)
-    clip_grads_with_norm_(model.parameters(), 0.01, get_total_norm(grads[1]))
-    assert torch.isclose(get_total_norm(grads[1]), torch.tensor(0.01))
-    assert get_total_norm([torch.ones(4)]) == 2.0
 
 
 def check_units_in_another_order_are_named_on_every_rank(rank: int, world: int) -> None:

@@ -34,15 +34,6 @@ from ..tensor._nested import tensors_in
 from ..tensor._param_piece import ParamPiece, piece_of
 from ..tensor._piece_tensors import Piece, as_piece, plain
 
-_SAVE_STATE = (
-    "Call flat_param.save_sharded on every rank, and load_sharded to resume, or use accelerate's "
-    "FullyShardedDataParallelPlugin with fsdp_version=2, which saves all shards"
-)
-_SAVE_PRETRAINED = (
-    "Call full = flat_param.full_state_dict(model, rank0_only=True)['model'] on every rank, and on "
-    "the first one save_pretrained(path, state_dict=full)"
-)
-
 
 def is_cut(key: str, shape: tuple[int, ...], param_shape: tuple[int, ...]) -> bool:
     """Whether state is cut like its parameter."""
@@ -106,14 +97,12 @@ def refuse_one_rank() -> None:
     saver = SAVERS.frame()
     if saver is None:
         return
-    name = saver.f_code.co_name
-    if name == "get_state_dict":
-        instead = "Call flat_param.full_state_dict on every rank"
-    else:
-        instead = _SAVE_PRETRAINED if name == "save_pretrained" else _SAVE_STATE
     raise StateError(
-        f"flat_param.state_dict: {name}() of another library would write the shards of one rank. "
-        f"{instead}."
+        f"flat_param.state_dict: {saver.f_code.co_name}() of another library would write the "
+        "shards of one rank. To resume, use flat_param.save_sharded and load_sharded, or "
+        "accelerate's FullyShardedDataParallelPlugin with fsdp_version=2. For whole weights, call "
+        "full = flat_param.full_state_dict(model, rank0_only=True)['model'] on every rank, and "
+        "save_pretrained(path, state_dict=full) on the first one."
     )
 
 
@@ -147,13 +136,10 @@ def present_all(
         return dict(values)
     counted = skips and piece.leaves_ranks_out
     with without_torch_function():
-        return _present_each(values, param, piece, counted, name or piece.name)
-
-
-def _present_each(
-    values: Mapping[str, Any], param: Tensor, piece: ParamPiece, counted: bool, name: str
-) -> dict[str, Any]:
-    return {key: _present(key, value, param, piece, counted, name) for key, value in values.items()}
+        return {
+            key: _present(key, value, param, piece, counted, name or piece.name)
+            for key, value in values.items()
+        }
 
 
 def _present(

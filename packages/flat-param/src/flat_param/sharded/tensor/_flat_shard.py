@@ -45,6 +45,7 @@ from ...buffers._dtensors import DTensorPlace, is_dtensor
 from ...buffers._views import inverse
 from ...layout._boxes import boxes_between
 from ._extent import Extent, rebuild_shard
+from ._piece_functions import QUESTIONS
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
@@ -76,16 +77,6 @@ _COPIES = frozenset(
     }
 )
 """Functions whose result has the same elements."""
-
-_QUESTIONS = frozenset(
-    {
-        *("__get__", "__set__", "__hash__", "__len__", "size", "dim", "ndimension", "numel"),
-        *("nelement", "stride", "element_size", "data_ptr", "storage_offset", "untyped_storage"),
-        *("is_floating_point", "is_complex", "is_contiguous", "is_pinned", "is_shared"),
-        *("get_device", "requires_grad_", "has_names"),
-    }
-)
-"""Functions that look at no element, by name."""
 
 aten = torch.ops.aten
 _DISPATCHED = frozenset({aten.detach.default, aten.clone.default, aten._to_copy.default})
@@ -133,7 +124,7 @@ class FlatShard(DTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, self = kwargs or {}, args[0] if args else None
         name = getattr(func, "__name__", "")
-        if name in _QUESTIONS:
+        if name in QUESTIONS or name in ("__get__", "requires_grad_"):
             with without_torch_function():
                 return func(*args, **kwargs)
         if isinstance(self, cls):

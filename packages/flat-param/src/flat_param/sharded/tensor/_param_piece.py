@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..._errors import StateError
 from ...buffers._dtensors import DTensorPlace
 from ...buffers._views import memory_order, outer_first
 from ...comm._comm import Communicator
@@ -179,6 +180,16 @@ class ParamPiece:
     def is_plain(self) -> bool:
         """Whether this rank has all of the parameter, as a plain tensor."""
         return self.plan.world_size == 1 and self.place is None
+
+    def outside_unit(self, where: str) -> StateError:
+        """The error for a piece that is used as a full parameter, outside of its unit's forward."""
+        return StateError(
+            f"flat_param.fully_shard: parameter '{self.name}' is a piece of shape "
+            f"{self.piece_shape} where {where}, but only a call of {self.comm.unit} makes it "
+            f"whole, {tuple(self.spec.shape)}. Call that module, make the module that computes "
+            "with it a unit of its own, do not shard it by itself, or read the parameter between "
+            "unshard() and reshard()."
+        )
 
     def ranges(self) -> list[tuple[int, int]]:
         """The elements `[start, stop)` that each rank has."""

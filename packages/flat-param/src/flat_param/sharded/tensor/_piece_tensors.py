@@ -34,6 +34,7 @@ from ._param_piece import PIECE, JoinedPieces, ParamPiece, piece_of
 from ._piece_functions import ALONG_ROWS, ELEMENTWISE_FUNCTIONS, FILLS, JOINS, NORMS, QUESTIONS
 from ._reductions import (
     REDUCTIONS,
+    NoGradient,
     Part,
     Trial,
     any_of_initialised,
@@ -75,8 +76,7 @@ def _get(func: Any, args: Any) -> Any:
     if func in _VIEWS:
         return _marked(found, args[0])
     if func in _SHAPES and INITIALISERS.frame():
-        whole = _shape_for_init(args[0])
-        return found if whole is None else whole if func != _NDIM else len(whole)
+        return _shape_of_whole(func, args, {})
     if func == _IS_LEAF and (taking := OPTIMIZERS.frame()):
         # By name: that module imports this one.
         state: Any = import_module("flat_param.sharded.state._optim_state")
@@ -84,17 +84,9 @@ def _get(func: Any, args: Any) -> Any:
     return found
 
 
-_NDIM = _TENSOR.ndim.__get__
-
-
 def _question(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if name in _WHOLE_SHAPE and INITIALISERS.frame():
-        whole = _shape_for_init(args[0])
-        if whole is not None:
-            answers = {"size": whole, "numel": prod(whole), "nelement": prod(whole)}
-            found = answers.get(name, len(whole))
-            dims = (*args[1:], *kwargs.values())
-            return whole[dims[0]] if name == "size" and dims else found
+        return _shape_of_whole(func, args, kwargs)
     if name in ("detach", "is_complex") and COLLECTIVES.frame():
         raise _refused("a collective", args, kwargs)
     if name in ("numel", "nelement") and Trial.is_on:
@@ -116,9 +108,14 @@ def _text(tensor: Tensor) -> str:
     return f"{what}{where})"
 
 
-def _shape_for_init(tensor: Tensor) -> torch.Size | None:
-    piece = piece_of(tensor)
-    return torch.Size(piece.shape) if isinstance(piece, ParamPiece) else None
+def _shape_of_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Answer a question about the shape, of the whole tensor if it has one."""
+    piece = piece_of(args[0])
+    with without_torch_function():
+        whole = (
+            torch.empty(piece.shape, device="meta") if isinstance(piece, ParamPiece) else args[0]
+        )
+        return func(whole, *args[1:], **kwargs)
 
 
 def _elementwise(name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -167,7 +164,7 @@ def _explain(name: str, args: Any, kwargs: Any, error: Exception) -> None:
     read = args[1:] if name.endswith("_") or name.startswith("__i") else args
     for _, piece in _pieces_in((*read, *kwargs.values())):
         if isinstance(piece, ParamPiece):
-            raise outside_unit(piece, f"{name} computes with it") from error
+            raise piece.outside_unit(f"{name} computes with it") from error
 
 
 def _marked(found: Any, *args: Any, name: str = "") -> Any:
@@ -185,7 +182,7 @@ def _marked(found: Any, *args: Any, name: str = "") -> Any:
         same = found.numel() == each.numel() or name.startswith("view_as_")
         if not same and not piece.is_whole and name[:4] != "new_":
             if isinstance(piece, ParamPiece):
-                raise outside_unit(piece, f"{name} computes with it")
+                raise piece.outside_unit(f"{name} computes with it")
             raise _refused(name, (each,), {})
     if same:
         found.__class__ = Piece  # `as_subclass` would add a node to the graph
@@ -222,19 +219,6 @@ def _is_spread(piece: Part) -> bool:
     return any(comm.world_size > 1 for comm in piece.spread)
 
 
-class _NoGradient(torch.autograd.Function):
-    """A value of all ranks, whose gradient is refused."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, value: Tensor, piece: Part) -> Tensor:
-        ctx.piece = piece
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise outside_unit(ctx.piece, "the loss was computed with it")
-
-
 def _without_gradient(value: Any, tensor: Tensor) -> Any:
     """Have a backward through the value of a reduction raise."""
     piece = piece_of(tensor)
@@ -246,7 +230,7 @@ def _without_gradient(value: Any, tensor: Tensor) -> Any:
         if not value.is_floating_point():
             return value
         parts = vars(value).copy()
-        found = _NoGradient.apply(tensor, value, piece)
+        found = NoGradient.apply(tensor, value, piece)
         found.__class__ = type(value)
         vars(found).update(parts)
         return found
@@ -549,17 +533,6 @@ def _keeps_rows(
         return False
     together = prod(shape[first:])  # rows of a piece, or blocks that an optimizer has viewed it as
     return cut.atom_numel % max(together, 1) == 0
-
-
-def outside_unit(piece: ParamPiece, where: str) -> StateError:
-    """The error for a piece that was used as a full parameter, outside of its unit's forward."""
-    return StateError(
-        f"flat_param.fully_shard: parameter '{piece.name}' is a piece of shape {piece.piece_shape} "
-        f"where {where}, but only a call of {piece.comm.unit} makes it whole, "
-        f"{tuple(piece.spec.shape)}. Call that module, make the module that computes with it "
-        "a unit of its own, do not shard it by itself, or read the parameter between unshard() and "
-        "reshard()."
-    )
 
 
 def _not_in_graphs(name: str, piece: Any) -> StateError:

@@ -87,13 +87,13 @@ def reduce_piece(
     return _REDUCTIONS[name](name, piece, local, args, kwargs)
 
 
-def _sum(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Tensor:
+def _by_torch(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Any:
+    """Reduce the elements by torch's function, and the results of ranks by one of the backend."""
     found = getattr(torch, name)(local, *args, **kwargs)
-    return over_ranks(name, piece, found, SUM)
-
-
-def _product(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Tensor:
-    return over_ranks(name, piece, torch.prod(local, *args, **kwargs), dist.ReduceOp.PRODUCT)
+    if isinstance(found, Tensor):
+        return over_ranks(name, piece, found, _OPERATORS[name])
+    value = torch.tensor(found, device=local.device)
+    return bool(over_ranks(name, piece, value, _OPERATORS[name]))
 
 
 def _mean(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Tensor:
@@ -148,16 +148,6 @@ def _extreme(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> A
     return torch.where(is_nan > 0, torch.full_like(value, math.nan), sign * value)
 
 
-def _truth(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Tensor:
-    found = local.any() if name == "any" else local.all()
-    return over_ranks(name, piece, found, MAX if name == "any" else MIN)
-
-
-def _same(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> bool:
-    found = torch.tensor(getattr(torch, name)(local, *args, **kwargs), device=local.device)
-    return bool(over_ranks(name, piece, found, MIN))
-
-
 def _histogram(
     name: str,
     piece: Part,
@@ -173,24 +163,22 @@ def _histogram(
     return over_ranks(name, piece, torch.histc(local, **options), SUM)
 
 
-def _dot(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Tensor:
-    return over_ranks(name, piece, getattr(torch, name)(local, *args), SUM)
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which torch adds up elements of a dtype."""
     return torch.promote_types(dtype, torch.float32) if dtype.itemsize < 4 else dtype
 
 
+_OPERATORS = {
+    **dict.fromkeys(("sum", "nansum", "count_nonzero", "dot", "vdot"), SUM),
+    **dict.fromkeys(("all", "equal", "allclose"), MIN),
+    "any": MAX,
+    "prod": dist.ReduceOp.PRODUCT,
+}
 _REDUCTIONS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("sum", "nansum", "count_nonzero"), _sum),
+    **dict.fromkeys(_OPERATORS, _by_torch),
     **dict.fromkeys(("mean", "nanmean"), _mean),
     **dict.fromkeys(("std", "var"), _variance),
     **dict.fromkeys(("max", "min", "amax", "amin", "aminmax"), _extreme),
-    **dict.fromkeys(("any", "all"), _truth),
-    **dict.fromkeys(("equal", "allclose"), _same),
-    **dict.fromkeys(("dot", "vdot"), _dot),
-    "prod": _product,
     "histc": _histogram,
 }
 REDUCTIONS = frozenset(_REDUCTIONS)
@@ -238,16 +226,17 @@ def check_all_ranks_search(optimizer: Any, dtype: torch.dtype) -> None:
             )
 
 
-class _Linked(torch.autograd.Function):
-    """Returns a given value in forward, and passes gradients to another tensor in backward."""
+class NoGradient(torch.autograd.Function):
+    """A value of all ranks, whose gradient is refused."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, value: Tensor, piece: ParamPiece) -> Tensor:
+        ctx.piece = piece
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
+        raise ctx.piece.outside_unit("the loss was computed with it")
 
 
 class PieceNorm(Tensor):
@@ -311,8 +300,11 @@ class PieceNorm(Tensor):
             return self._linked(_root(_joined(every, self._order), self._order).to(self.dtype))
 
     def _linked(self, value: Tensor) -> Tensor:
-        """Have a backward through `value` reach these norms, which refuse it."""
-        return _Linked.apply(self.as_subclass(Tensor), value) if self.requires_grad else value
+        """Have a backward through `value` raise, as one through these norms does."""
+        piece = next((each for each, _ in self._parts if isinstance(each, ParamPiece)), None)
+        if piece is None or not self.requires_grad:
+            return value
+        return NoGradient.apply(self.as_subclass(Tensor), value, piece)
 
     def reduced(self) -> Tensor:
         """The norm of each piece. Collective."""

@@ -34,7 +34,6 @@ from ...comm._groups import CommGroups
 from ...comm._streams import capture_query
 from ...layout._options import UnitOptions
 from ..tensor._param_piece import ParamPiece, mark_shown
-from ..tensor._piece_tensors import outside_unit
 from ._segment import ShardedSegment
 
 
@@ -384,7 +383,7 @@ def _places(
 
 def _refuse_grad(unit_ref: weakref.ref[Unit], piece: ParamPiece, _: object) -> None:
     if unit_ref() is not None:
-        raise outside_unit(piece, "the loss was computed with it")
+        raise piece.outside_unit("the loss was computed with it")
 
 
 def _replaced(site: ParamSite, value: Any) -> FlatParamError:
