@@ -39,7 +39,8 @@ class Suite:
         path.write_text(textwrap.dedent(text), encoding="utf-8")
         if name == "cases/ckpt_wrap/test_cases.py":
             # An adapter may not claim a profile without requirements.
-            claimed = {word for word in ("robust", "in-place") if f'"{word}"' in text}
+            signs = {"robust": "SHOULD", "in-place": '"in-place"'}
+            claimed = {profile for profile, sign in signs.items() if sign in text}
             adapter = small_suite.ADAPTER.replace('{"robust", "in-place"}', repr(claimed or set()))
             self.write("adapter.py", adapter)
 

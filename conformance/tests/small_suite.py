@@ -16,11 +16,8 @@ empty = Implementation("empty", "1")
 ONE = """
 @requirement(
     "CW-001",
-    level="MUST",
-    text="It MUST work.",
+    "It MUST work.",
     source="test_fqn",
-    since="0.1.0",
-    profile="core",
 )
 def test_one(part):
     {body}
@@ -28,11 +25,8 @@ def test_one(part):
 TWO = """
 @requirement(
     "CW-002",
-    level="SHOULD",
-    text="It SHOULD hold.",
+    "It SHOULD hold.",
     rationale="people rely on it",
-    since="0.1.0",
-    profile="robust",
     devices=("cpu",),
 )
 def test_two(part):
@@ -41,10 +35,8 @@ def test_two(part):
 THREE = """
 @requirement(
     "CW-003",
-    level="MUST",
-    text="It MUST change nothing.",
+    "It MUST change nothing.",
     rationale="names matter",
-    since="0.1.0",
     profile="in-place",
     devices=("cpu",),
 )
@@ -63,5 +55,4 @@ def cases(one: str = RIGHT, two: str | None = RIGHT, three: str | None = RIGHT) 
 
 def declared(id: str) -> str:
     """Return the decorator that declares a requirement of core."""
-    facts = 'level="MUST", text="It MUST.", source="test_fqn", since="0.1.0", profile="core"'
-    return f'@requirement("{id}", {facts})'
+    return f'@requirement("{id}", "It MUST.", source="test_fqn")'

@@ -21,11 +21,8 @@ from torchparts_conformance.requirements._cases import (
 from torchparts_conformance.requirements._requirement import declared, with_links
 
 FACTS = {
-    "level": "MUST",
     "text": "It MUST work.",
     "rationale": "it is the point",
-    "since": "0.1.0",
-    "profile": "robust",
 }
 DOCUMENTED = {"source": "torch.utils.checkpoint.checkpoint", "quote": "re-invoking"}
 
@@ -53,16 +50,16 @@ def test_declared_requirement_has_defaults():
         ("CW-1", {}, "'CW-1': an id is a prefix of CW, MT, FP, SP, CB and three digits"),
         ("XX-001", {}, "an id is a prefix of"),
         (None, {}, "requirement None: an id"),
-        ("CW-001", {"level": ""}, "CW-001: level is missing. The first case of a requirement"),
-        ("CW-001", {"text": " "}, "CW-001: text is missing"),
-        ("CW-001", {"level": "MAY"}, "level is 'MAY'; it must be MUST or SHOULD"),
-        ("CW-001", {"level": "SHOULD"}, "the text must contain the word SHOULD"),
+        ("CW-001", {"text": " "}, "CW-001: its first case gives the text"),
+        ("CW-001", {"text": "It MAY."}, "the text must contain MUST or SHOULD, which is"),
+        ("CW-001", {"text": "It MUST or SHOULD."}, "the text must contain MUST or SHOULD"),
         ("CW-001", {"profile": "Very Core"}, "profile is 'Very Core'; it must be a short"),
         ("CW-001", {"rationale": ""}, "it has neither source nor rationale"),
         ("CW-001", {"text": 3}, "text must be text"),
         ("CW-001", {"devices": ["cpu"]}, r"devices is \['cpu'\]; it must be a tuple"),
         ("CW-001", {"rationale": "see torch#1"}, "'torch#1' names no repository"),
         ("CW-001", {"profile": "core"}, "core has what the tests and the documentation of torch"),
+        ("CW-001", {"profile": "robust", "source": "test_fqn"}, "a source is the sign of core"),
         ("CW-001", {"quote": "re-invoking"}, "quote has the words of a documented object"),
         ("CW-001", {**DOCUMENTED, "quote": ""}, "quote has the words of a documented object"),
     ],
@@ -147,9 +144,10 @@ def test_changed_file_is_read_again(write):
         ("", "ckpt_wrap/test_a.py:2 test_a has no @requirement"),
         ('@requirement("CW-001")\n', "test_a checks CW-001, which no case declares"),
         (f"{text_of('MT-001')}\n", "requirement MT-001 is of mod-tracker, but the case"),
-        ('@requirement("CW-001", level="MUST")\n', "CW-001: text, since, profile is missing"),
+        ('@requirement("CW-001", profile="x")\n', "CW-001: its first case gives the text"),
+        ("@requirement()\n", "requirement None: an id is a prefix of"),
         (text_of("CW-001")[:-1] + ', levle="")\n', "unexpected keyword argument 'levle'"),
-        ('@requirement("CW-001", "CW-002")\n', "requirement takes one id; stack decorators"),
+        ('@requirement("CW-001", "It MUST.", "CW-002")\n', "requirement takes one id and its text"),
         ("@requirement(ID)\n", "'ID' is not a literal"),
         ("@requirement(\n", "ckpt_wrap/test_a.py:2 is not Python"),
     ],
@@ -200,8 +198,8 @@ def test_core_has_what_tests_or_documentation_of_torch_say():
 
 
 def test_lost_and_invented_source_tests_are_named(write):
-    source = text_of("CW-001")[:-1] + ', source="test_fqn")'
-    invented = text_of("CW-002")[:-1] + ', source="test_of_nobody")'
+    source = text_of("CW-001")
+    invented = text_of("CW-002").replace("test_fqn", "test_of_nobody")
     root = write(
         test_a=f"{HEAD}{source}\ndef test_a(part): ...\n{invented}\ndef test_b(part): ...\n"
     )

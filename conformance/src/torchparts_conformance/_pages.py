@@ -75,7 +75,7 @@ def _section(requirement: Requirement, cases: Iterable[Case]) -> list[str]:
     file = source.partition("::")[0]
     documented = f'from the documentation of `{r.source}`: "{escape(r.quote)}"'
     facts = [
-        f"{r.level}, profile `{r.profile}`, {' and '.join(r.devices)}, since {r.since}",
+        f"{r.level}, profile `{r.profile}`, {' and '.join(r.devices)}",
         f"from [`{r.source}`]({SOURCE_ROOT}{file}) of PyTorch" if source else "",
         documented if r.is_documented else "",
         f"why: {with_links(escape(r.rationale))}" if r.rationale else "",

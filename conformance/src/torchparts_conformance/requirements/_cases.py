@@ -72,8 +72,8 @@ def load_registry(root: Path | None = None) -> dict[str, Requirement]:
     for case in cases:
         if unknown := [id for id in case.ids if id not in found]:
             raise RegistryError(
-                f"{case.name} checks {unknown[0]}, which no case declares. Give level, text, since "
-                f"profile and rationale or source in one @requirement({unknown[0]!r}, ...)."
+                f"{case.name} checks {unknown[0]}, which no case declares. Give its text, and "
+                f"rationale or source, in one @requirement({unknown[0]!r}, ...)."
             )
     return dict(sorted(found.items(), key=lambda item: (AREAS.index(item[1].area), item[0])))
 
@@ -142,12 +142,12 @@ def _marks(
 
 def _mark(call: ast.Call, area: str) -> tuple[str, Requirement | None]:
     facts: dict[str, Any] = {str(word.arg): _literal(word.value) for word in call.keywords}
-    ids = [_literal(argument) for argument in call.args]
-    if len(ids) != 1:
-        raise ValueError("requirement takes one id; stack decorators for several.")
-    if (area_of := area_of_id(ids[0])) != area:
-        raise ValueError(f"requirement {ids[0]} is of {area_of}, but the case is of {area}.")
-    return ids[0], declared(ids[0], **facts) if facts else None
+    id, *text = [_literal(argument) for argument in call.args] or [None]
+    if len(text) > 1:
+        raise ValueError("requirement takes one id and its text; stack decorators for several.")
+    if (area_of := area_of_id(id)) != area:
+        raise ValueError(f"requirement {id} is of {area_of}, but the case is of {area}.")
+    return id, declared(id, *text, **facts) if text or facts else None
 
 
 def _literal(node: ast.expr) -> Any:

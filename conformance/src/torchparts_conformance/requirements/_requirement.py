@@ -12,6 +12,7 @@ from torchparts_conformance.requirements._areas import (
     CORE,
     LEVELS,
     PREFIXES,
+    ROBUST,
     is_device,
 )
 
@@ -35,11 +36,9 @@ class Requirement:
     Attributes:
         id: permanent, with the prefix of its area, such as `CW-012`.
         area: such as `ckpt-wrap`.
-        level: MUST or SHOULD.
-        profile: `core`, `robust` or another one of torchparts.
+        text: the whole requirement, with MUST or SHOULD.
+        profile: `core` if it has a source; else `robust` or a capability.
         devices: kinds of devices it applies to; `accelerator` is every kind but the CPU.
-        since: version of the suite that introduced it.
-        text: the whole requirement.
         source: name of the test of PyTorch that it comes from, or dotted name of the documented
             object; empty if it is torchparts' own.
         quote: the words of the object's documentation.
@@ -48,14 +47,17 @@ class Requirement:
 
     id: str
     area: str
-    level: str
+    text: str
     profile: str
     devices: tuple[str, ...]
-    since: str
-    text: str
     source: str = ""
     quote: str = ""
     rationale: str = ""
+
+    @property
+    def level(self) -> str:
+        """The word of the text: MUST or SHOULD."""
+        return _levels(self.text)[0]
 
     @property
     def is_documented(self) -> bool:
@@ -69,13 +71,11 @@ class Requirement:
 
 def requirement(
     id: str,
-    *,
-    level: str = "",
     text: str = "",
+    *,
     rationale: str = "",
     source: str = "",
     quote: str = "",
-    since: str = "",
     profile: str = "",
     devices: tuple[str, ...] = ("cpu", ACCELERATOR),
 ) -> Callable[[_Case], _Case]:
@@ -85,32 +85,27 @@ def requirement(
 
     Args:
         id: such as `"CW-012"`.
-        level: `"MUST"` or `"SHOULD"`.
-        text: the requirement in one sentence, with the word of its level.
+        text: the requirement in one sentence, with MUST or SHOULD, which is its level.
         rationale: why users need it; required if there is no source.
         source: name of the test of PyTorch it comes from, or dotted name of the object of torch
-            whose documentation says it; required in core.
+            whose documentation says it. A requirement with a source is of core.
         quote: the words of that documentation.
-        since: version of the suite that introduced it.
-        profile: `"core"`, `"robust"` or a capability, such as `"compile"`.
+        profile: a capability, such as `"compile"`; without it, a requirement of torchparts' own is
+            `robust`.
         devices: kinds of devices it applies to.
     Raises:
         ValueError: an argument is missing or has the wrong form.
     Example:
         @requirement(
             "CW-012",
-            level="MUST",
-            text="Dropout MUST be replayed in recomputation.",
+            "Dropout MUST be replayed in recomputation.",
             rationale="Gradients are wrong otherwise.",
-            since="0.1.0",
-            profile="robust",
         )
         def test_dropout_is_replayed(part, device): ...
     """
-    facts = {"level": level, "text": text, "rationale": rationale, "source": source}
-    facts |= {"quote": quote, "since": since, "profile": profile}
-    if any(facts.values()):
-        declared(id, devices=devices, **facts)
+    facts = {"rationale": rationale, "source": source, "quote": quote, "profile": profile}
+    if text or any(facts.values()):
+        declared(id, text, devices=devices, **facts)
     else:
         area_of_id(id)
     import pytest  # adapters import this package without needing pytest
@@ -132,17 +127,22 @@ def area_of_id(id: str) -> str:
     return _AREA_OF[id.partition("-")[0]]
 
 
-def declared(id: str, **facts: Any) -> Requirement:
+def declared(id: str, text: str = "", **facts: Any) -> Requirement:
     """Make a requirement from the arguments of its decorator.
 
     Raises:
         ValueError: an argument is missing or has the wrong form.
     """
     area = area_of_id(id)
-    facts = {"devices": ("cpu", ACCELERATOR), **facts}
+    facts = {"text": text, "devices": ("cpu", ACCELERATOR), **facts}
     if reason := _violation(facts):
         raise ValueError(f"requirement {id}: {reason}")
+    facts["profile"] = CORE if facts.get("source") else facts.get("profile") or ROBUST
     return Requirement(id=id, area=area, **facts)
+
+
+def _levels(text: str) -> list[str]:
+    return [level for level in LEVELS if re.search(rf"\b{level}\b", text)]
 
 
 def _violation(facts: dict[str, Any]) -> str:
@@ -153,23 +153,17 @@ def _violation(facts: dict[str, Any]) -> str:
     texts = {word: value for word, value in facts.items() if word != "devices"}
     if wrong := sorted(word for word, value in texts.items() if not isinstance(value, str)):
         return f"{', '.join(wrong)} must be text."
-    needed = ("level", "text", "since", "profile")
-    if missing := [word for word in needed if not texts.get(word, "").strip()]:
+    if not texts["text"].strip():
+        return "its first case gives the text, and rationale or source."
+    if len(_levels(texts["text"])) != 1:
+        return f"the text must contain {' or '.join(LEVELS)}, which is its level."
+    source, profile = texts.get("source", ""), texts.get("profile", "")
+    if profile and not _WORD.fullmatch(profile):
+        return f"profile is {profile!r}; it must be a short lower-case word."
+    if (source and profile) or profile == CORE:
         return (
-            f"{', '.join(missing)} is missing. The first case of a requirement gives "
-            f"{', '.join(needed)}, and rationale or source."
-        )
-    if texts["level"] not in LEVELS:
-        return f"level is {texts['level']!r}; it must be {' or '.join(LEVELS)}."
-    if not re.search(rf"\b{texts['level']}\b", texts["text"]):
-        return f"the text must contain the word {texts['level']}, which is its level."
-    if not _WORD.fullmatch(texts["profile"]):
-        return f"profile is {texts['profile']!r}; it must be a short lower-case word."
-    source = texts.get("source", "")
-    if texts["profile"] == CORE and not source:
-        return (
-            "core has what the tests and the documentation of torch say. Give the test or the "
-            "documented object as source, or choose another profile."
+            "core has what the tests and the documentation of torch say, so a source is the sign "
+            "of core. Give the source, or another profile."
         )
     if bool(texts.get("quote")) != ("." in source):
         return "quote has the words of a documented object, whose dotted name is the source."

@@ -352,18 +352,18 @@ def check_reduction_on_one_rank_alone_raises(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def check_zero_bubble_pipelines_are_refused(rank: int, world: int) -> None:
-    """torch looks for parameters of the graph, and finds none."""
+def check_searches_for_nodes_in_graphs_are_refused(rank: int, world: int) -> None:
+    """Only unsharded parameters are in graphs. The first one is what zero-bubble pipelines do."""
     from torch.distributed.pipelining._backward import stage_backward_input
 
     _, model = pair()
     x = torch.ones(2, 5, requires_grad=True)
-    loss = model(x).sum()
-    raises(
-        flat_param.StateError,
-        "Use GPipe, 1F1B or Interleaved1F1B",
+    loss, weight = model(x).sum(), model[0].weight
+    for search in (
         lambda: stage_backward_input([loss], None, [x], model.parameters()),
-    )
+        lambda: weight.expand_as(weight).grad_fn,
+    ):
+        raises(flat_param.StateError, "Use register_post_accumulate_grad_hook", search)
     loss.backward()
 
 

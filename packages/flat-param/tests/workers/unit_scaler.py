@@ -26,8 +26,9 @@ class Scales(nn.Module):
         self.weight = nn.Parameter(torch.randn(8))
         self.bias = nn.Parameter(torch.randn(8))
 
-    def forward(self, factors: Tensor) -> Tensor:
-        return (self.weight * factors + self.bias).square().mean()
+    def forward(self, factors: Tensor | None) -> Tensor:
+        scaled = 0 if factors is None else self.weight * factors
+        return (scaled + self.bias).square().mean()
 
 
 def train(model: nn.Module, scaler: Any, *, fused: bool, unscales: bool) -> list[float]:
@@ -97,13 +98,19 @@ def check_every_rank_that_shares_a_step_is_asked(rank: int, world: int) -> None:
         assert distance(whole_state(model), before) == 0
 
 
-def check_rank_without_elements_is_refused(rank: int, world: int) -> None:
-    """torch's scaler looks at nothing there; it must not wait for the others."""
-    model = fully_shard(nn.Linear(4, 4, bias=False), boundary="tensor")
+def check_rank_without_gradients_is_refused(rank: int, world: int) -> None:
+    """torch's scaler looks at nothing there; the others must not wait for it."""
+    model = fully_shard(Scales(), boundary="tensor")  # a vector for each rank
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), new_scaler()
-    scaler.scale(model(INPUTS).sum()).backward()
-    mine = model.weight.to_local().numel() > 0
-    kind, text = (StateError, "has no element") if mine else (AssertionError, "No inf checks")
+    for factors in (torch.ones(8), torch.full((8,), 1e37), torch.ones(8)):
+        optimizer.zero_grad()
+        scaler.scale(model(factors)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(model(None)).backward()
+    mine = model.bias.to_local().numel() > 0
+    kind, text = (StateError, "has no gradient") if mine else (AssertionError, "No inf checks")
     if world > 1:
         raises(kind, text, lambda: scaler.step(optimizer))
 

@@ -154,7 +154,7 @@ def check_modules_are_fsdp2s(rank: int, world: int) -> None:
     model.set_is_last_backward(False)
     raises(
         flat_param.StateError,
-        "flat_param.set_custom_all_gather: a method of FSDP2's modules that FSDPModel does not",
+        "FSDPModel does not have this method of FSDP2's modules",
         lambda: model.set_custom_all_gather(None),
     )
 

@@ -24,17 +24,12 @@ FORMS = (
 
 @requirement(
     "CW-033",
-    level="MUST",
-    text=(
-        "A module that occurs at several places MUST get one wrapper at all these places, for each "
-        "kind of policy."
-    ),
+    "A module that occurs at several places MUST get one wrapper at all these places, for each "
+    "kind of policy.",
     rationale=(
-        "reproduced on torch 2.13: wraps only the first place, or makes two wrappers, depending on "
-        "the kind of policy"
+        "reproduced on torch 2.13: wraps only the first place, or makes two wrappers, depending "
+        "on the kind of policy"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_a_shared_module_gets_one_wrapper_everywhere(part, device):
     """The module occurs twice in one parent and once in another."""
@@ -48,11 +43,8 @@ def test_a_shared_module_gets_one_wrapper_everywhere(part, device):
 
 @requirement(
     "CW-034",
-    level="SHOULD",
-    text="Applying twice, or to a container that occurs twice, SHOULD NOT wrap a module twice.",
+    "Applying twice, or to a container that occurs twice, SHOULD NOT wrap a module twice.",
     rationale="reproduced on torch 2.13: wraps the inner module again",
-    since="0.1.0",
-    profile="robust",
 )
 def test_applying_twice_wraps_once(part, device):
     """The inner module is the layer itself."""

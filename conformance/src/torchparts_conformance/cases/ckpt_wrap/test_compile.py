@@ -49,13 +49,9 @@ def compiles(wrap, device):
 
 @requirement(
     "CW-080",
-    level="MUST",
-    text=(
-        "`torch.compile(fullgraph=True)` MUST compile a wrapped module into one graph with the "
-        "plain module's gradients, under both implementations."
-    ),
+    "`torch.compile(fullgraph=True)` MUST compile a wrapped module into one graph with the plain "
+    "module's gradients, under both implementations.",
     rationale="a graph break at each block costs more than compiling saves",
-    since="0.1.0",
     profile="compile",
 )
 def test_checkpoint_compiles(part, device):
@@ -66,13 +62,9 @@ def test_checkpoint_compiles(part, device):
 
 @requirement(
     "CW-082",
-    level="MUST",
-    text=(
-        "`torch.export`, strict and not strict, MUST export a model with a wrapped module, under "
-        "the names of its state dict."
-    ),
+    "`torch.export`, strict and not strict, MUST export a model with a wrapped module, under the "
+    "names of its state dict.",
     rationale="a model trained with wrappers can then be exported without building it again",
-    since="0.1.0",
     profile="compile",
 )
 def test_export(part, device):

@@ -91,11 +91,8 @@ def gradients(module, x):
 
 @requirement(
     "CW-001",
-    level="MUST",
-    text="A state dict of a wrapped module MUST load into the plain module.",
+    "A state dict of a wrapped module MUST load into the plain module.",
     source="test_load_activation_checkpointed_module",
-    since="0.1.0",
-    profile="core",
 )
 def test_state_dict_of_wrapped_loads_into_plain(part, device):
     """Keys are those of the plain module, and values are loaded."""
@@ -108,11 +105,8 @@ def test_state_dict_of_wrapped_loads_into_plain(part, device):
 
 @requirement(
     "CW-002",
-    level="MUST",
-    text="A state dict of a plain module MUST load into the wrapped module.",
+    "A state dict of a plain module MUST load into the wrapped module.",
     source="test_load_activation_checkpointed_module",
-    since="0.1.0",
-    profile="core",
 )
 def test_state_dict_of_plain_loads_into_wrapped(part, device):
     """Plain keys are accepted, also below a parent."""
@@ -125,14 +119,9 @@ def test_state_dict_of_plain_loads_into_wrapped(part, device):
 
 @requirement(
     "CW-003",
-    level="MUST",
-    text=(
-        "Keyword arguments MUST reach the wrapped module of every wrapper, with the same results "
-        "and `requires_grad` as positional ones."
-    ),
+    "Keyword arguments MUST reach the wrapped module of every wrapper, with the same results and "
+    "`requires_grad` as positional ones.",
     source="test_checkpoint_wrapper_kwarg_support",
-    since="0.1.0",
-    profile="core",
 )
 def test_keywords_act_like_positionals(part, device):
     """Same results, same requires_grad, for both implementations and offload."""
@@ -150,11 +139,8 @@ def test_keywords_act_like_positionals(part, device):
 
 @requirement(
     "CW-004",
-    level="MUST",
-    text="A module that takes keyword arguments only MUST run under REENTRANT.",
+    "A module that takes keyword arguments only MUST run under REENTRANT.",
     source="test_checkpoint_wrapper_kwarg_support",
-    since="0.1.0",
-    profile="core",
 )
 def test_keyword_only_module_under_reentrant(part, device):
     """Both results are right."""
@@ -167,14 +153,9 @@ def test_keyword_only_module_under_reentrant(part, device):
 
 @requirement(
     "CW-005",
-    level="MUST",
-    text=(
-        "Of the two contexts of `context_fn`, one MUST be entered in forward and the other in "
-        "recomputation."
-    ),
+    "Of the two contexts of `context_fn`, one MUST be entered in forward and the other in "
+    "recomputation.",
     source="test_checkpoint_wrapper_args_kwargs",
-    since="0.1.0",
-    profile="core",
 )
 def test_both_contexts_are_entered(part, device):
     """Forward and recomputation run under one context each, in that order."""
@@ -194,14 +175,9 @@ def test_both_contexts_are_entered(part, device):
 
 @requirement(
     "CW-006",
-    level="MUST",
-    text=(
-        "`checkpoint_fn` MUST be called with the wrapped module, the module's arguments, and the "
-        "options passed with `checkpoint_fn`."
-    ),
+    "`checkpoint_fn` MUST be called with the wrapped module, the module's arguments, and the "
+    "options passed with `checkpoint_fn`.",
     source="test_checkpoint_wrapper_args_kwargs",
-    since="0.1.0",
-    profile="core",
 )
 def test_checkpoint_fn_is_called_with_its_options(part, device):
     """It gets the function, the arguments and the bound options."""
@@ -219,14 +195,9 @@ def test_checkpoint_fn_is_called_with_its_options(part, device):
 
 @requirement(
     "CW-007",
-    level="MUST",
-    text=(
-        "A wrapped module MUST save no more bytes for backward than "
-        "`torch.utils.checkpoint.checkpoint` of the same module."
-    ),
+    "A wrapped module MUST save no more bytes for backward than "
+    "`torch.utils.checkpoint.checkpoint` of the same module.",
     source="test_checkpoint_wrapper_parity",
-    since="0.1.0",
-    profile="core",
 )
 def test_no_more_is_saved_than_by_a_direct_checkpoint(part, device):
     """Bytes that saved-tensor hooks see, per implementation, without parameters."""
@@ -254,11 +225,8 @@ def test_no_more_is_saved_than_by_a_direct_checkpoint(part, device):
 
 @requirement(
     "CW-008",
-    level="MUST",
-    text="Indexing a wrapper MUST index the wrapped module.",
+    "Indexing a wrapper MUST index the wrapped module.",
     source="test_forward_missing_attributes",
-    since="0.1.0",
-    profile="core",
 )
 def test_indexing_reaches_the_module(part, device):
     """`wrapped[0]` is the first layer."""
@@ -268,11 +236,8 @@ def test_indexing_reaches_the_module(part, device):
 
 @requirement(
     "CW-009",
-    level="MUST",
-    text="Reading an attribute that the wrapper lacks MUST return the wrapped module's attribute.",
+    "Reading an attribute that the wrapper lacks MUST return the wrapped module's attribute.",
     source="test_forward_missing_attributes",
-    since="0.1.0",
-    profile="core",
 )
 def test_missing_attributes_are_the_modules(part, device):
     """Also an attribute that is set on the module later."""
@@ -284,11 +249,8 @@ def test_missing_attributes_are_the_modules(part, device):
 
 @requirement(
     "CW-010",
-    level="MUST",
-    text="Names in `named_parameters()` of a wrapper MUST be keys of its state dict.",
+    "Names in `named_parameters()` of a wrapper MUST be keys of its state dict.",
     source="test_fqn",
-    since="0.1.0",
-    profile="core",
 )
 def test_parameter_names_are_state_dict_keys(part, device):
     """For the wrapper itself."""
@@ -298,14 +260,9 @@ def test_parameter_names_are_state_dict_keys(part, device):
 
 @requirement(
     "CW-011",
-    level="MUST",
-    text=(
-        "A module under `offload_wrapper` MUST get the plain module's gradients, and MUST hold "
-        "none of its activations on an accelerator after forward."
-    ),
+    "A module under `offload_wrapper` MUST get the plain module's gradients, and MUST hold none "
+    "of its activations on an accelerator after forward.",
     source="test_checkpoint_wrapper_cpu_offload",
-    since="0.1.0",
-    profile="core",
 )
 def test_offload_gives_plain_gradients_and_frees_the_device(part, device):
     """On an accelerator, only input and result are allocated after forward."""
@@ -327,14 +284,9 @@ def test_offload_gives_plain_gradients_and_frees_the_device(part, device):
 
 @requirement(
     "CW-012",
-    level="MUST",
-    text=(
-        "`checkpoint_wrapper` and `offload_wrapper` MUST return a CheckpointWrapper and an "
-        "OffloadWrapper that hold the module as `_checkpoint_wrapped_module`."
-    ),
+    "`checkpoint_wrapper` and `offload_wrapper` MUST return a CheckpointWrapper and an "
+    "OffloadWrapper that hold the module as `_checkpoint_wrapped_module`.",
     source="test_checkpoint_wrapper_kwarg_support",
-    since="0.1.0",
-    profile="core",
 )
 def test_wrapper_classes_and_the_name_of_the_inner_module(part, device):
     """The module is held unchanged."""
@@ -351,17 +303,12 @@ def test_wrapper_classes_and_the_name_of_the_inner_module(part, device):
 
 @requirement(
     "CW-013",
-    level="MUST",
-    text=(
-        "`apply_activation_checkpointing` with a `check_fn` MUST wrap every selected module "
-        "below the root, and not the root."
-    ),
+    "`apply_activation_checkpointing` with a `check_fn` MUST wrap every selected module below the"
+    " root, and not the root.",
     source=(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing"
     ),
     quote="This function will not wrap the overall root module",
-    since="0.1.0",
-    profile="core",
 )
 def test_apply_with_check_fn(part, device):
     """Every linear layer is wrapped, the root is not, and the model trains."""
@@ -384,17 +331,12 @@ def test_apply_never_wraps_the_root(part, device):
 
 @requirement(
     "CW-014",
-    level="MUST",
-    text=(
-        "`apply_activation_checkpointing` MUST accept a ModuleWrapPolicy and wrap the modules of "
-        "its classes."
-    ),
+    "`apply_activation_checkpointing` MUST accept a ModuleWrapPolicy and wrap the modules of its "
+    "classes.",
     source=(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing"
     ),
     quote="A policy to wrap model's submodules with AC",
-    since="0.1.0",
-    profile="core",
 )
 def test_apply_with_module_wrap_policy(part, device):
     """Modules of the policy's classes are wrapped."""
@@ -407,12 +349,9 @@ def test_apply_with_module_wrap_policy(part, device):
 
 @requirement(
     "CW-015",
-    level="MUST",
-    text="Options that a CustomPolicy returns for a module MUST reach the wrapper of that module.",
+    "Options that a CustomPolicy returns for a module MUST reach the wrapper of that module.",
     source="torch.distributed.fsdp.wrap.CustomPolicy",
     quote="the dictionary overrides the root's kwargs",
-    since="0.1.0",
-    profile="core",
 )
 def test_apply_with_custom_policy_options(part, device):
     """A dict means options for that module, True means none."""
@@ -432,14 +371,9 @@ def test_apply_with_custom_policy_options(part, device):
 
 @requirement(
     "CW-016",
-    level="MUST",
-    text=(
-        "A policy that is neither callable nor torch's MUST raise a ValueError that says `to be"
-        " callable or be a pre-defined wrap policy`."
-    ),
+    "A policy that is neither callable nor torch's MUST raise a ValueError that says `to be "
+    "callable or be a pre-defined wrap policy`.",
     rationale="the source's error contract",
-    since="0.1.0",
-    profile="robust",
 )
 def test_apply_with_an_invalid_policy(part, device):
     """The message has torch's sentence."""
@@ -449,12 +383,9 @@ def test_apply_with_an_invalid_policy(part, device):
 
 @requirement(
     "CW-017",
-    level="MUST",
-    text="Dropout in a wrapped module MUST drop the same elements in forward and in recomputation.",
+    "Dropout in a wrapped module MUST drop the same elements in forward and in recomputation.",
     source="torch.utils.checkpoint.checkpoint",
     quote="stashing and restoring the RNG state during each checkpoint",
-    since="0.1.0",
-    profile="core",
 )
 def test_dropout_is_replayed(part, device):
     """Gradients equal the plain module's, under both implementations."""
@@ -469,12 +400,9 @@ def test_dropout_is_replayed(part, device):
 
 @requirement(
     "CW-018",
-    level="MUST",
-    text="A wrapped module MUST run its forward once in forward and once more in backward.",
+    "A wrapped module MUST run its forward once in forward and once more in backward.",
     source="torch.utils.checkpoint.checkpoint",
     quote="recomputed by re-invoking :attr:`function` in the backward pass",
-    since="0.1.0",
-    profile="core",
 )
 def test_forward_runs_once_more_in_backward(part, device):
     """One run in forward, two after backward."""
@@ -489,11 +417,8 @@ def test_forward_runs_once_more_in_backward(part, device):
 
 @requirement(
     "CW-019",
-    level="MUST",
-    text="A wrapper MUST survive deepcopy and pickle, and the copy MUST have its own weights.",
+    "A wrapper MUST survive deepcopy and pickle, and the copy MUST have its own weights.",
     rationale="the source's wrapper does; facebookresearch/fairscale#816",
-    since="0.1.0",
-    profile="robust",
 )
 def test_copies_are_independent(part, device):
     """A deep copy and a pickle train without changing the original."""

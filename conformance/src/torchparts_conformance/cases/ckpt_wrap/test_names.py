@@ -44,17 +44,12 @@ def models(part, device):
 
 @requirement(
     "CW-020",
-    level="MUST",
-    text=(
-        "Names of parameters and buffers of a model with a wrapped child MUST be those of the "
-        "plain model."
-    ),
+    "Names of parameters and buffers of a model with a wrapped child MUST be those of the plain "
+    "model.",
     rationale=(
-        "reproduced on torch 2.13: named_parameters() of the parent carries the wrapper's "
-        "prefix; hao-ai-lab/FastVideo#1192"
+        "reproduced on torch 2.13: named_parameters() of the parent carries the wrapper's prefix;"
+        " hao-ai-lab/FastVideo#1192"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_parameter_and_buffer_names(part, device):
     """In the order of the plain model."""
@@ -66,11 +61,8 @@ def test_parameter_and_buffer_names(part, device):
 
 @requirement(
     "CW-021",
-    level="MUST",
-    text="Names in `named_modules()` MUST be those of the plain model.",
+    "Names in `named_modules()` MUST be those of the plain model.",
     rationale="reproduced on torch 2.13: named_modules() carries the wrapper's prefix",
-    since="0.1.0",
-    profile="robust",
 )
 def test_module_names(part, device):
     """No name contains the wrapper's prefix."""
@@ -80,16 +72,11 @@ def test_module_names(part, device):
 
 @requirement(
     "CW-022",
-    level="MUST",
-    text=(
-        "`load_state_dict` MUST accept `dict(model.named_parameters())`, and a state dict whose "
-        "keys contain the wrapper's prefix."
-    ),
+    "`load_state_dict` MUST accept `dict(model.named_parameters())`, and a state dict whose keys "
+    "contain the wrapper's prefix.",
     rationale=(
         "reproduced on torch 2.13: the prefix is added a second time; facebookresearch/d2go#578"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_named_parameters_load(part, device):
     """`load_state_dict` accepts the names of `named_parameters`."""
@@ -128,16 +115,11 @@ class CopiesItself(nn.Module):
 
 @requirement(
     "CW-053",
-    level="MUST",
-    text=(
-        "A deepcopy of a wrapper MUST be a wrapper, also where the wrapped module has a "
-        "`__deepcopy__`."
-    ),
+    "A deepcopy of a wrapper MUST be a wrapper, also where the wrapped module has a "
+    "`__deepcopy__`.",
     rationale=(
         "reproduced on torch 2.13: the copy is a copy of the wrapped module, without the wrapper"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_deepcopy_of_a_module_with_its_own_deepcopy(part, device):
     """The copy is a wrapper around a module of the same class."""

@@ -39,14 +39,9 @@ def leaf(device, *shape):
 
 @requirement(
     "CW-036",
-    level="MUST",
-    text=(
-        "If an input is changed in place between forward and backward, backward MUST raise, for "
-        "positional, keyword and nested inputs."
-    ),
+    "If an input is changed in place between forward and backward, backward MUST raise, for "
+    "positional, keyword and nested inputs.",
     rationale="reproduced on torch 2.13: keyword and nested inputs give wrong gradients silently",
-    since="0.1.0",
-    profile="robust",
 )
 def test_an_input_changed_in_place_raises(part, device):
     """Positional, keyword and nested, under both implementations."""
@@ -67,14 +62,9 @@ def test_an_input_changed_in_place_raises(part, device):
 
 @requirement(
     "CW-037",
-    level="MUST",
-    text=(
-        "Saved-tensor hooks around a wrapper MUST see every input tensor: positional, keyword and "
-        "nested."
-    ),
+    "Saved-tensor hooks around a wrapper MUST see every input tensor: positional, keyword and "
+    "nested.",
     rationale="reproduced on torch 2.13: the hooks see only positional ones",
-    since="0.1.0",
-    profile="robust",
 )
 def test_outer_hooks_see_every_input(part, device):
     """Hooks see positional, keyword and nested tensors."""
@@ -93,17 +83,12 @@ def test_outer_hooks_see_every_input(part, device):
 
 @requirement(
     "CW-038",
-    level="MUST",
-    text=(
-        "Recomputation MUST use the random numbers of forward also if all tensors are passed by "
-        "keyword."
-    ),
+    "Recomputation MUST use the random numbers of forward also if all tensors are passed by "
+    "keyword.",
     rationale=(
         "pytorch#190758 for compiled code; torch 2.13 saves the random state only of devices of "
         "positional tensors"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_dropout_is_replayed_for_keyword_tensors(part, device):
     """No tensor is passed by position."""
@@ -121,16 +106,11 @@ def test_dropout_is_replayed_for_keyword_tensors(part, device):
 
 @requirement(
     "CW-039",
-    level="MUST",
-    text=(
-        "Checkpoint around offload, and offload around checkpoint, MUST both run forward twice and "
-        "give the plain module's gradients."
-    ),
+    "Checkpoint around offload, and offload around checkpoint, MUST both run forward twice and "
+    "give the plain module's gradients.",
     rationale=(
         "reproduced on torch 2.13: checkpoint around offload does not recompute; pytorch#84907"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_checkpoint_and_offload_compose_both_ways(part, device):
     """Two forwards, and the plain module's gradients."""
@@ -156,11 +136,8 @@ def test_checkpoint_and_offload_compose_both_ways(part, device):
 
 @requirement(
     "CW-046",
-    level="SHOULD",
-    text="`torch.func.grad` through a wrapped module SHOULD work.",
+    "`torch.func.grad` through a wrapped module SHOULD work.",
     rationale="reproduced on torch 2.13: RuntimeError: saved tensor hooks are not supported",
-    since="0.1.0",
-    profile="robust",
 )
 def test_func_grad(part, device):
     """torch.func.grad gives autograd's gradient."""
@@ -173,13 +150,10 @@ def test_func_grad(part, device):
 
 @requirement(
     "CW-047",
-    level="SHOULD",
-    text="Offload SHOULD NOT copy a CPU tensor.",
+    "Offload SHOULD NOT copy a CPU tensor.",
     rationale=(
         "reproduced on torch 2.13: copies it, to pinned memory if that is available; pytorch#86097"
     ),
-    since="0.1.0",
-    profile="robust",
     devices=("cpu",),
 )
 def test_offload_copies_nothing_on_the_cpu(part, device):

@@ -96,17 +96,12 @@ def _step(model, *args):
 
 @requirement(
     "CW-094",
-    level="MUST",
-    text=(
-        "A hook that forward registers on an input or a parameter MUST act once per step, as in "
-        "the plain module."
-    ),
+    "A hook that forward registers on an input or a parameter MUST act once per step, as in the "
+    "plain module.",
     rationale=(
-        "reproduced on torch 2.13: recomputation registers the hook again, so a gradient is scaled "
-        "twice"
+        "reproduced on torch 2.13: recomputation registers the hook again, so a gradient is "
+        "scaled twice"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_hooks_of_a_forward_act_once(part, device):
     """On an input that is not a leaf, and on a parameter."""
@@ -125,17 +120,12 @@ def test_hooks_of_a_forward_act_once(part, device):
 
 @requirement(
     "CW-095",
-    level="MUST",
-    text=(
-        "If forward changes an argument, such as a cache that it appends to, gradients and the "
-        "argument's final state MUST be those of the plain module."
-    ),
+    "If forward changes an argument, such as a cache that it appends to, gradients and the "
+    "argument's final state MUST be those of the plain module.",
     rationale=(
-        "reproduced on torch 2.13: recomputation appends to the cache again and reads the entries "
-        "of both runs; shihao1895/MemoryVLA#18"
+        "reproduced on torch 2.13: recomputation appends to the cache again and reads the entries"
+        " of both runs; shihao1895/MemoryVLA#18"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_a_cache_grows_once_a_step(part, device):
     """Three layers share the cache; the second step continues from the first."""
@@ -174,17 +164,12 @@ def test_cache_entries_from_after_forward_are_not_read(part, device):
 
 @requirement(
     "CW-096",
-    level="MUST",
-    text=(
-        "If forward changes a tensor inside an argument in place, either gradients MUST be those "
-        "of the plain module, or an error MUST be raised before any gradient is returned."
-    ),
+    "If forward changes a tensor inside an argument in place, either gradients MUST be those of "
+    "the plain module, or an error MUST be raised before any gradient is returned.",
     rationale=(
         "pytorch#197039 for compiled code; reproduced on torch 2.13: recomputation reads the "
         "changed tensor, and gradients are silently wrong"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_a_tensor_changed_in_place_is_never_silently_wrong(part, device):
     """Either right, or an error before any gradient is returned."""
@@ -206,17 +191,12 @@ def test_a_tensor_changed_in_place_is_never_silently_wrong(part, device):
 
 @requirement(
     "CW-100",
-    level="MUST",
-    text=(
-        "If `torch.func.functional_call` passes weights to a module, their gradients MUST be the "
-        "plain module's, also if backward runs after the call has returned."
-    ),
+    "If `torch.func.functional_call` passes weights to a module, their gradients MUST be the "
+    "plain module's, also if backward runs after the call has returned.",
     rationale=(
-        "reproduced on torch 2.13: recomputation uses the module's own weights, and gradients "
-        "are silently wrong"
+        "reproduced on torch 2.13: recomputation uses the module's own weights, and gradients are"
+        " silently wrong"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_weights_of_a_functional_call_are_used_in_recompute(part, device):
     """Backward runs after the module has its own weights again."""
@@ -256,17 +236,12 @@ class Centred(nn.Module):
 
 @requirement(
     "CW-110",
-    level="MUST",
-    text=(
-        "Recomputation MUST read the value that a buffer had in forward, also if forward writes "
-        "it, under both implementations."
-    ),
+    "Recomputation MUST read the value that a buffer had in forward, also if forward writes it, "
+    "under both implementations.",
     rationale=(
         "pytorch#197039 for compiled code; reproduced on torch 2.13: recomputation reads the "
         "buffer that forward left, so gradients are silently wrong"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_a_buffer_that_forward_writes_has_its_value_in_recompute(part, device):
     """Gradients equal the plain module's in each of three steps."""
@@ -297,18 +272,13 @@ class Doubled(nn.Module):
 
 @requirement(
     "CW-111",
-    level="MUST",
-    text=(
-        "If a parameter is changed in place between forward and backward, backward MUST raise an "
-        "error that names the parameter, under both implementations, but optimizers that step "
-        "after backward, or in backward once a parameter has its gradient, MUST work."
-    ),
+    "If a parameter is changed in place between forward and backward, backward MUST raise an "
+    "error that names the parameter, under both implementations, but optimizers that step after "
+    "backward, or in backward once a parameter has its gradient, MUST work.",
     rationale=(
         "without checkpointing autograd raises; reproduced on torch 2.13: recomputation uses the "
         "new weights and gradients are silently wrong"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_a_parameter_changed_in_place_since_forward_is_an_error(part, device):
     """The error names the parameter."""
@@ -375,17 +345,12 @@ class Moded(nn.Module):
 
 @requirement(
     "CW-120",
-    level="MUST",
-    text=(
-        "An argument that nothing changes MUST be the same object in recomputation as in forward, "
-        "whether it is positional, by keyword or in a container."
-    ),
+    "An argument that nothing changes MUST be the same object in recomputation as in forward, "
+    "whether it is positional, by keyword or in a container.",
     rationale=(
         "sentinels and modes are compared with `is`; with a copy recomputation takes the other "
         "branch, and gradients are silently wrong"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_an_argument_compared_by_identity_stays_the_same_object(part, device):
     """Forward and recomputation see the sentinel that was passed."""

@@ -26,13 +26,9 @@ def _assert_plain(found, device):
 
 @requirement(
     "CB-040",
-    level="MUST",
-    text=(
-        "A compiled model checkpointed in place through a selective policy MUST give the "
-        "gradients of the plain model."
-    ),
+    "A compiled model checkpointed in place through a selective policy MUST give the gradients of"
+    " the plain model.",
     rationale="compiled code takes a different path through both packages",
-    since="0.1.0",
     profile="compile",
 )
 def test_compiled_selective_gives_plain_gradients(parts, device):

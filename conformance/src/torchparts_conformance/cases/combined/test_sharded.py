@@ -93,13 +93,9 @@ def _all_four(parts, rank, world_size):
 
 @requirement(
     "CB-032",
-    level="MUST",
-    text=(
-        "All four parts on 2 and 4 ranks MUST train as the plain model, with plain names and "
-        "exact FLOPs by phase on each rank."
-    ),
+    "All four parts on 2 and 4 ranks MUST train as the plain model, with plain names and exact "
+    "FLOPs by phase on each rank.",
     rationale="each part can be right alone and wrong in combination",
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )

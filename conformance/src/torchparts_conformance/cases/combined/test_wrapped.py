@@ -32,14 +32,9 @@ def _clean(name):
 
 @requirement(
     "CB-001",
-    level="MUST",
-    text=(
-        "A model in checkpoint wrappers with a selective policy MUST train bit-identically to the "
-        "plain model."
-    ),
+    "A model in checkpoint wrappers with a selective policy MUST train bit-identically to the "
+    "plain model.",
     rationale="checkpointing may change when values are computed, but never the values",
-    since="0.1.0",
-    profile="robust",
 )
 def test_wrapper_with_a_policy_trains_as_plain(parts, device):
     """Three steps with dropout give the same losses, gradients and parameters."""
@@ -49,14 +44,9 @@ def test_wrapper_with_a_policy_trains_as_plain(parts, device):
 
 @requirement(
     "CB-002",
-    level="MUST",
-    text=(
-        "Tracking a model in checkpoint wrappers with a selective policy MUST leave its training "
-        "bit-identical."
-    ),
+    "Tracking a model in checkpoint wrappers with a selective policy MUST leave its training "
+    "bit-identical.",
     rationale="a tracker only observes",
-    since="0.1.0",
-    profile="robust",
 )
 def test_tracking_changes_nothing(parts, device):
     """A tracker around each step changes no losses, gradients or parameters."""

@@ -42,14 +42,9 @@ def _trained_meanwhile(part: Any, rank: int, world_size: int, folder: str) -> li
 
 @requirement(
     "FP-230",
-    level="MUST",
-    text=(
-        "`async_save_sharded` MUST save the parameters and optimizer state at the time of the "
-        "call, even if training continues, and its future MUST finish when `save_sharded` would "
-        "return."
-    ),
+    "`async_save_sharded` MUST save the parameters and optimizer state at the time of the call, "
+    "even if training continues, and its future MUST finish when `save_sharded` would return.",
     rationale="a late or missing copy mixes two steps, and no checksum shows it",
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )

@@ -91,16 +91,12 @@ def _again(part, rank, world_size, kind, way):
 
 @requirement(
     "FP-246",
-    level="MUST",
-    text=(
-        "Reentrant checkpoints (`use_reentrant=True`) inside a unit, around it, or both MUST give "
-        "bitwise the gradients of a plain module without checkpoints, on one and two ranks."
-    ),
+    "Reentrant checkpoints (`use_reentrant=True`) inside a unit, around it, or both MUST give "
+    "bitwise the gradients of a plain module without checkpoints, on one and two ranks.",
     rationale=(
         "each reentrant checkpoint runs a backward inside the outer backward; gradients that are "
         "reduced before it has finished are lost or appear in the next step"
     ),
-    since="0.1.0",
     profile="distributed",
 )
 @pytest.mark.parametrize("way", ["inside", "around", "both"])

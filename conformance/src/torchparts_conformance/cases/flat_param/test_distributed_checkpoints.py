@@ -23,14 +23,10 @@ def _state_dict(part: Any, rank: int, world_size: int) -> list[Any]:
 
 @requirement(
     "FP-106",
-    level="MUST",
-    text=(
-        "state_dict() of a sharded module MUST have the plain module's keys, shapes and dtypes on "
-        "every rank, its full tensors MUST equal the plain module's, and the plain module MUST "
-        "load them."
-    ),
+    "state_dict() of a sharded module MUST have the plain module's keys, shapes and dtypes on "
+    "every rank, its full tensors MUST equal the plain module's, and the plain module MUST load "
+    "them.",
     rationale="pytorch#102667: LOCAL_STATE_DICT does not load again even on two ranks",
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -66,10 +62,8 @@ def _hostile(part: Any, rank: int, world_size: int, folder: str) -> list[bool]:
 
 @requirement(
     "FP-109",
-    level="MUST",
-    text="A checkpoint whose metadata contains code MUST be refused without running that code.",
+    "A checkpoint whose metadata contains code MUST be refused without running that code.",
     rationale="torch.distributed.checkpoint unpickles its metadata",
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -100,13 +94,11 @@ def _damaged(part: Any, rank: int, world_size: int, folder: str, which: str) -> 
 
 @requirement(
     "FP-115",
-    level="MUST",
-    text="Loading a sharded checkpoint MUST raise an error if a byte of its data was changed.",
+    "Loading a sharded checkpoint MUST raise an error if a byte of its data was changed.",
     rationale=(
         "torch.distributed.checkpoint compares no checksum, so training silently continues with "
         "damaged weights"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -118,13 +110,9 @@ def test_changed_byte_is_refused(part, ranks, tmp_path):
 
 @requirement(
     "FP-116",
-    level="MUST",
-    text=(
-        "A sharded load that fails on one rank MUST fail on all ranks and MUST leave the "
-        "parameters of every rank unchanged."
-    ),
+    "A sharded load that fails on one rank MUST fail on all ranks and MUST leave the parameters "
+    "of every rank unchanged.",
     rationale="otherwise a caller that catches the error trains a mixture of two models",
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )

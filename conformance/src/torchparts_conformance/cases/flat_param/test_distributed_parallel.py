@@ -68,16 +68,11 @@ def _whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @requirement(
     "FP-197",
-    level="MUST",
-    text=(
-        "A module whose parameters are DTensors over one axis of a mesh, sharded over the other "
-        "axis, MUST train to the same state as one process, in optimizer steps and in its state "
-        "dict."
-    ),
+    "A module whose parameters are DTensors over one axis of a mesh, sharded over the other axis,"
+    " MUST train to the same state as one process, in optimizer steps and in its state dict.",
     rationale=(
         "models too wide for one rank combine tensor parallelism with sharding over the other axis"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -104,13 +99,9 @@ def _outer_first(part: Any, rank: int, world_size: int) -> list[Any]:
 
 @requirement(
     "FP-200",
-    level="MUST",
-    text=(
-        "Sharding a module inside an already sharded module MUST either train like one process or "
-        "raise an error that names a parameter."
-    ),
+    "Sharding a module inside an already sharded module MUST either train like one process or "
+    "raise an error that names a parameter.",
     rationale="reproduced: the error blamed another rank for the order of the calls",
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -160,13 +151,9 @@ def _compiled(part: Any, rank: int, world_size: int) -> list[float]:
 
 @requirement(
     "FP-202",
-    level="SHOULD",
-    text=(
-        "A module that compiles to one graph SHOULD still do so as a unit, compiled before or "
-        "after sharding, with the gradients of one process."
-    ),
+    "A module that compiles to one graph SHOULD still do so as a unit, compiled before or after "
+    "sharding, with the gradients of one process.",
     rationale="graph breaks are silent, and each costs more than compiling saves",
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )

@@ -47,16 +47,12 @@ def _frozen_beside_trained(part: Any, rank: int, world_size: int) -> list[Any]:
 
 @requirement(
     "FP-170",
-    level="MUST",
-    text=(
-        "Frozen parameters MUST stay unchanged, in separate units and together with trained ones, "
-        "and the others MUST train as in one process."
-    ),
+    "Frozen parameters MUST stay unchanged, in separate units and together with trained ones, and"
+    " the others MUST train as in one process.",
     rationale=(
-        "adapters train a few layers of a frozen model; a unit without trained parameters gets no "
-        "gradient that shows the end of its backward"
+        "adapters train a few layers of a frozen model; a unit without trained parameters gets no"
+        " gradient that shows the end of its backward"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -89,13 +85,9 @@ def _shared_inside_a_unit(part: Any, rank: int, world_size: int) -> list[Any]:
 
 @requirement(
     "FP-171",
-    level="MUST",
-    text=(
-        "A parameter shared by modules of one unit MUST remain one parameter, and MUST train on "
-        "the sum of the gradients of all uses."
-    ),
+    "A parameter shared by modules of one unit MUST remain one parameter, and MUST train on the "
+    "sum of the gradients of all uses.",
     rationale="tied embeddings; separate copies differ after the first step",
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -117,13 +109,11 @@ def _twice(part: Any, rank: int, world_size: int) -> float:
 
 @requirement(
     "FP-172",
-    level="MUST",
-    text="A backward pass MUST add the mean over ranks to existing gradients.",
+    "A backward pass MUST add the mean over ranks to existing gradients.",
     rationale=(
         "gradient accumulation with a reduction in each backward; reducing the earlier gradients "
         "again scales them"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -146,16 +136,12 @@ def _two_forwards(part: Any, rank: int, world_size: int) -> list[float]:
 
 @requirement(
     "FP-173",
-    level="MUST",
-    text=(
-        "Several forward passes before one backward pass MUST give the gradients of the sum of "
-        "their losses."
-    ),
+    "Several forward passes before one backward pass MUST give the gradients of the sum of their "
+    "losses.",
     rationale=(
-        "contrastive losses and two views of a batch; parameters freed after the first forward are "
-        "needed again by the second"
+        "contrastive losses and two views of a batch; parameters freed after the first forward "
+        "are needed again by the second"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -175,16 +161,12 @@ def _unit_by_itself(part: Any, rank: int, world_size: int) -> float:
 
 @requirement(
     "FP-174",
-    level="MUST",
-    text=(
-        "A unit that is called alone before the module around it MUST train as in one process, and "
-        "the whole module MUST do so afterwards."
-    ),
+    "A unit that is called alone before the module around it MUST train as in one process, and "
+    "the whole module MUST do so afterwards.",
     rationale=(
         "an encoder is trained alone first; FSDP2 takes the first called unit as the root and "
         "raises in the next: reproduced on 2.13"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -209,13 +191,9 @@ def _low_precision(part: Any, rank: int, world_size: int) -> list[Any]:
 
 @requirement(
     "FP-177",
-    level="MUST",
-    text=(
-        "With parameter dtype bfloat16 and reduction dtype float32, the module MUST compute in "
-        "bfloat16, and gradients, parameters and state dict MUST stay float32."
-    ),
+    "With parameter dtype bfloat16 and reduction dtype float32, the module MUST compute in "
+    "bfloat16, and gradients, parameters and state dict MUST stay float32.",
     rationale="updates too small for bfloat16 are lost if stored parameters are bfloat16",
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -248,15 +226,11 @@ def _looking(part: Any, rank: int, world_size: int) -> list[Any]:
 
 @requirement(
     "FP-180",
-    level="MUST",
-    text=(
-        "Forward passes in no_grad and inference_mode MUST give the plain outputs, MUST set no "
-        "gradients, and MUST NOT change the next training step."
-    ),
+    "Forward passes in no_grad and inference_mode MUST give the plain outputs, MUST set no "
+    "gradients, and MUST NOT change the next training step.",
     rationale=(
         "validation between training steps; autograd cannot use tensors created in inference_mode"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -283,13 +257,9 @@ def _in_parts(part: Any, rank: int, world_size: int) -> float:
 
 @requirement(
     "FP-181",
-    level="MUST",
-    text=(
-        "A backward pass from some of the outputs, or from intermediate results, MUST give the "
-        "gradients of one process."
-    ),
+    "A backward pass from some of the outputs, or from intermediate results, MUST give the "
+    "gradients of one process.",
     rationale="auxiliary losses of inner layers",
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )

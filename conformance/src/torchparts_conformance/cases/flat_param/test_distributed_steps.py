@@ -55,13 +55,9 @@ def _stopped(part: Any, rank: int, world_size: int) -> list[float]:
 
 @requirement(
     "FP-130",
-    level="MUST",
-    text=(
-        "After a backward that an exception stopped, and zero_grad(), the next step's gradients "
-        "MUST be those of a model without the stopped backward."
-    ),
+    "After a backward that an exception stopped, and zero_grad(), the next step's gradients MUST "
+    "be those of a model without the stopped backward.",
     rationale="steps often end by Ctrl-C in a notebook or by an error in a user's hook",
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -90,15 +86,11 @@ def _frozen_head(part: Any, rank: int, world_size: int) -> float:
 
 @requirement(
     "FP-131",
-    level="MUST",
-    text=(
-        "Frozen weights MUST stay readable in backward until all gradients that need them are "
-        "computed."
-    ),
+    "Frozen weights MUST stay readable in backward until all gradients that need them are "
+    "computed.",
     rationale=(
         "a frozen head behind a trained unit has no gradient of its own that shows when it is done"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -131,13 +123,9 @@ def _in_backward(part: Any, rank: int, world_size: int) -> list[Any]:
 
 @requirement(
     "FP-132",
-    level="MUST",
-    text=(
-        "A hook of register_post_accumulate_grad_hook MUST be called once per reduction over ranks "
-        "with .grad set, and an optimizer step in that hook MUST train like a step after backward."
-    ),
+    "A hook of register_post_accumulate_grad_hook MUST be called once per reduction over ranks "
+    "with .grad set, and an optimizer step in that hook MUST train like a step after backward.",
     rationale="if the hook is never called, nothing trains and nothing raises",
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -169,16 +157,12 @@ def _left_out(part: Any, rank: int, world_size: int) -> str:
 
 @requirement(
     "FP-193",
-    level="SHOULD",
-    text=(
-        "A unit that only some ranks call SHOULD raise an error on every rank that names the unit, "
-        "within 20 seconds, whatever the process group's timeout."
-    ),
+    "A unit that only some ranks call SHOULD raise an error on every rank that names the unit, "
+    "within 20 seconds, whatever the process group's timeout.",
     rationale=(
-        "reproduced: ranks waited for the process group's timeout, half an hour by default, and no "
-        "message named the unit; lightseekorg/TorchSpec#126"
+        "reproduced: ranks waited for the process group's timeout, half an hour by default, and "
+        "no message named the unit; lightseekorg/TorchSpec#126"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )

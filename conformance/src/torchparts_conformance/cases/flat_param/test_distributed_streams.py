@@ -86,14 +86,10 @@ def _far_ahead(part, rank, world_size, kind, way):
 
 @requirement(
     "FP-235",
-    level="MUST",
-    text=(
-        "However far the host runs ahead of the device, training MUST equal that of one process: "
-        "with prefetched units in forward and backward, with units not resharded after forward, "
-        "and with microbatches of which only the last reduces gradients."
-    ),
+    "However far the host runs ahead of the device, training MUST equal that of one process: with"
+    " prefetched units in forward and backward, with units not resharded after forward, and with "
+    "microbatches of which only the last reduces gradients.",
     rationale="collectives overlap with the step; a missing wait is a race that shows only rarely",
-    since="0.1.0",
     profile="distributed",
 )
 @pytest.mark.parametrize("way", ["freed", "kept", "microbatches"])

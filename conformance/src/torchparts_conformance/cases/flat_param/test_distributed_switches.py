@@ -55,16 +55,12 @@ def _coded(part: Any, rank: int, world_size: int) -> float:
 
 @requirement(
     "FP-188",
-    level="MUST",
-    text=(
-        "A method registered as a forward method MUST compute with full parameters and give the "
-        "gradients of one process, also if the module itself is never called."
-    ),
+    "A method registered as a forward method MUST compute with full parameters and give the "
+    "gradients of one process, also if the module itself is never called.",
     rationale=(
         "autoencoders are called by `encode` and `decode`; FSDP2 has "
         "`register_fsdp_forward_method`; pytorch#109385"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -86,17 +82,13 @@ def _switched(part: Any, rank: int, world_size: int) -> list[Any]:
 
 @requirement(
     "FP-189",
-    level="MUST",
-    text=(
-        "After `set_requires_gradient_sync(False)` backward passes MUST leave gradients unset, and "
-        "the first backward after `set_requires_gradient_sync(True)` MUST give the mean over ranks "
-        "of the sum of all of them."
-    ),
+    "After `set_requires_gradient_sync(False)` backward passes MUST leave gradients unset, and "
+    "the first backward after `set_requires_gradient_sync(True)` MUST give the mean over ranks of"
+    " the sum of all of them.",
     rationale=(
         "accumulation loops for FSDP2 switch this on and off in each step instead of using a "
         "context"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -140,13 +132,9 @@ def _gathered_by_hand(part: Any, rank: int, world_size: int) -> list[Any]:
 
 @requirement(
     "FP-191",
-    level="MUST",
-    text=(
-        "`unshard()` MUST gather a unit's full parameters, a following forward MUST NOT gather "
-        "them again, a forward after `reshard()` MUST, and gradients MUST be those of one process."
-    ),
+    "`unshard()` MUST gather a unit's full parameters, a following forward MUST NOT gather them "
+    "again, a forward after `reshard()` MUST, and gradients MUST be those of one process.",
     rationale="FSDP2's users prefetch units by hand, and read or use weights outside of forward",
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )

@@ -37,17 +37,13 @@ def _every_way(part: Any, rank: int, world_size: int) -> list[float]:
 
 @requirement(
     "FP-100",
-    level="MUST",
-    text=(
-        "Training MUST give the losses and parameters of one process, also for sizes not divisible "
-        "by the number of ranks, with parameters resharded after forward, kept until backward, or "
-        "replicated."
-    ),
+    "Training MUST give the losses and parameters of one process, also for sizes not divisible by"
+    " the number of ranks, with parameters resharded after forward, kept until backward, or "
+    "replicated.",
     rationale=(
         "ZeRO (arXiv 1910.02054) divides memory and leaves the mathematics unchanged; "
         "FlatParamHandle pads with 42, which leaks into norms"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -64,13 +60,11 @@ def _hybrid(part: Any, rank: int, world_size: int) -> float:
 
 @requirement(
     "FP-101",
-    level="MUST",
-    text="Training over a 2 x 2 mesh MUST give the losses and parameters of one process.",
+    "Training over a 2 x 2 mesh MUST give the losses and parameters of one process.",
     rationale=(
         "FSDP1 and FSDP2 both offer it; the loss of one step does not show a reduction over one "
         "axis only"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -105,16 +99,12 @@ def _used_by_first_only(part: Any, rank: int, world_size: int) -> list[Any]:
 
 @requirement(
     "FP-102",
-    level="MUST",
-    text=(
-        "A parameter that no rank used MUST have no gradient on any rank, and a parameter that "
-        "some rank used MUST have the mean gradient on all ranks that hold a part of it."
-    ),
+    "A parameter that no rank used MUST have no gradient on any rank, and a parameter that some "
+    "rank used MUST have the mean gradient on all ranks that hold a part of it.",
     rationale=(
-        "pytorch#87308; FSDP1 gives zeros, and weight decay then moves the parameter: "
-        "reproduced on 2.13"
+        "pytorch#87308; FSDP1 gives zeros, and weight decay then moves the parameter: reproduced "
+        "on 2.13"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -143,13 +133,9 @@ def _clipped(part: Any, rank: int, world_size: int) -> list[float]:
 
 @requirement(
     "FP-103",
-    level="MUST",
-    text=(
-        "torch.nn.utils.clip_grad_norm_ on sharded parameters MUST use the norm over all ranks "
-        "or raise an error."
-    ),
+    "torch.nn.utils.clip_grad_norm_ on sharded parameters MUST use the norm over all ranks or "
+    "raise an error.",
     rationale="FSDP1 silently clips each rank by its own norm: reproduced on 2.13",
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -172,13 +158,9 @@ def _accumulated(part: Any, rank: int, world_size: int) -> float:
 
 @requirement(
     "FP-104",
-    level="MUST",
-    text=(
-        "The backward after those inside no_sync MUST give the mean over ranks of the sum of all "
-        "of them."
-    ),
+    "The backward after those inside no_sync MUST give the mean over ranks of the sum of all of "
+    "them.",
     rationale="gradient accumulation; otherwise each backward costs a reduction over ranks",
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -201,12 +183,10 @@ def _tied(part: Any, rank: int, world_size: int) -> str:
 
 @requirement(
     "FP-105",
-    level="MUST",
-    text="A weight tied across units MUST be refused with an error that names both places.",
+    "A weight tied across units MUST be refused with an error that names both places.",
     rationale=(
         "pytorch#77724; FSDP1 fails with 'size mismatch' in the forward pass: reproduced on 2.13"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )
@@ -233,16 +213,12 @@ def _adafactor(part: Any, rank: int, world_size: int) -> list[Any]:
 
 @requirement(
     "FP-111",
-    level="MUST",
-    text=(
-        "An optimizer that reads whole tensors MUST match one process if shards end at tensor "
-        "boundaries, and MUST refuse to step otherwise."
-    ),
+    "An optimizer that reads whole tensors MUST match one process if shards end at tensor "
+    "boundaries, and MUST refuse to step otherwise.",
     rationale=(
         "Adafactor on FSDP1 silently differs from one process by 1.6e-2 after a step: reproduced "
         "on 2.13"
     ),
-    since="0.1.0",
     profile="distributed",
     devices=("cpu",),
 )

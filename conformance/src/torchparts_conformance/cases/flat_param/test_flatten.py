@@ -26,12 +26,10 @@ def _aliased(model, flat):
 
 @requirement(
     "FP-050",
-    level="MUST",
-    text="Parameters MUST keep their identity and values and MUST become views of one vector.",
+    "Parameters MUST keep their identity and values and MUST become views of one vector.",
     rationale=(
         "users ask for all parameters as one vector: pytorch#2794, pytorch#49723, pytorch#38655"
     ),
-    since="0.1.0",
     profile="flatten",
 )
 def test_parameters_are_views_of_one_vector(part, device):
@@ -49,12 +47,10 @@ def test_parameters_are_views_of_one_vector(part, device):
 
 @requirement(
     "FP-051",
-    level="MUST",
-    text="Gradients MUST be views of one vector, however they were cleared before.",
+    "Gradients MUST be views of one vector, however they were cleared before.",
     rationale=(
         "users ask for all gradients as one vector: pytorch#2794, pytorch#49723, pytorch#38655"
     ),
-    since="0.1.0",
     profile="flatten",
 )
 @pytest.mark.parametrize("clear", ["none", "zero", "flat"])
@@ -79,10 +75,8 @@ def test_gradients_are_views_of_one_vector(part, device, clear):
 
 @requirement(
     "FP-052",
-    level="MUST",
-    text="An optimizer built before flattening MUST still train the module.",
+    "An optimizer built before flattening MUST still train the module.",
     rationale="with FSDP1 on 2.13 it silently trains nothing",
-    since="0.1.0",
     profile="flatten",
 )
 def test_an_optimizer_built_before_trains(part, device):
@@ -98,10 +92,8 @@ def test_an_optimizer_built_before_trains(part, device):
 
 @requirement(
     "FP-053",
-    level="MUST",
-    text="A parameter that got no gradient in backward MUST have None as its gradient.",
+    "A parameter that got no gradient in backward MUST have None as its gradient.",
     rationale="FSDP1 gives zeros on 2.13, and weight decay moves the parameter",
-    since="0.1.0",
     profile="flatten",
 )
 def test_an_unused_parameter_keeps_no_gradient(part, device):
@@ -119,10 +111,8 @@ def test_an_unused_parameter_keeps_no_gradient(part, device):
 
 @requirement(
     "FP-055",
-    level="MUST",
-    text="Clipping MUST give the norm and gradients of torch's clip_grad_norm_, without padding.",
+    "Clipping MUST give the norm and gradients of torch's clip_grad_norm_, without padding.",
     rationale="padding of 42 enters every reduction on 2.13",
-    since="0.1.0",
     profile="flatten",
 )
 @pytest.mark.parametrize("max_norm", [0.1, 1e9])
@@ -142,13 +132,9 @@ def test_clipping_equals_torchs(part, device, max_norm):
 
 @requirement(
     "FP-058",
-    level="SHOULD",
-    text=(
-        "Parameters SHOULD be views of the vector again right after casts and loads, and at the "
-        "next use of the vector after assignments."
-    ),
+    "Parameters SHOULD be views of the vector again right after casts and loads, and at the next "
+    "use of the vector after assignments.",
     rationale="pytorch#151223",
-    since="0.1.0",
     profile="flatten",
 )
 @pytest.mark.parametrize("change", ["to", "load", "assign", "parameter"])
@@ -172,10 +158,8 @@ def test_aliasing_survives_casts_loads_and_assignments(part, device, change):
 
 @requirement(
     "FP-060",
-    level="MUST",
-    text="Each combination of dtype and requires_grad MUST have a separate vector.",
+    "Each combination of dtype and requires_grad MUST have a separate vector.",
     rationale="pytorch#104690; the most frequent complaint of FSDP1's users",
-    since="0.1.0",
     profile="flatten",
 )
 def test_dtypes_and_frozen_parts_have_separate_segments(part, device):
@@ -190,10 +174,8 @@ def test_dtypes_and_frozen_parts_have_separate_segments(part, device):
 
 @requirement(
     "FP-061",
-    level="MUST",
-    text="Parameters of any stride and dtype MUST keep their values.",
+    "Parameters of any stride and dtype MUST keep their values.",
     rationale="silent corruption on 2.13",
-    since="0.1.0",
     profile="flatten",
 )
 def test_any_stride_and_dtype_survives(part, device):
@@ -215,10 +197,8 @@ def test_any_stride_and_dtype_survives(part, device):
 
 @requirement(
     "FP-064",
-    level="SHOULD",
-    text="A compiled forward SHOULD keep gradients in the flat vector, without a graph break.",
+    "A compiled forward SHOULD keep gradients in the flat vector, without a graph break.",
     rationale="hooks that Dynamo cannot trace cause graph breaks",
-    since="0.1.0",
     profile="flatten",
 )
 def test_a_compiled_forward_keeps_gradients_flat(part, device):

@@ -42,17 +42,13 @@ def _assert_same(one, other, device):
 
 @requirement(
     "FP-203",
-    level="MUST",
-    text=(
-        "Optimizer state of separate parameters MUST load into an optimizer over chunks and "
-        "convert back bitwise, steps MUST equal those of separate parameters, bitwise on the CPU, "
-        "and the state of other parameters MUST be refused before anything is loaded."
-    ),
+    "Optimizer state of separate parameters MUST load into an optimizer over chunks and convert "
+    "back bitwise, steps MUST equal those of separate parameters, bitwise on the CPU, and the "
+    "state of other parameters MUST be refused before anything is loaded.",
     rationale=(
         "a run that began with separate parameters can continue over chunks with its moments; "
         "kernels of an accelerator may round differently for another size or alignment"
     ),
-    since="0.1.0",
     profile="flatten",
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)

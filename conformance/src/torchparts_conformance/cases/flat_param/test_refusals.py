@@ -11,12 +11,7 @@ from torchparts_conformance.cases.flat_param._builds import holder, make_handle
 
 
 @requirement(
-    "FP-015",
-    level="MUST",
-    text="Integer parameters MUST be refused.",
-    rationale="_flat_param.py fixes the sentence",
-    since="0.1.0",
-    profile="robust",
+    "FP-015", "Integer parameters MUST be refused.", rationale="_flat_param.py fixes the sentence"
 )
 def test_integer_parameters_are_refused(part, device):
     """Integers have no gradient."""
@@ -27,11 +22,8 @@ def test_integer_parameters_are_refused(part, device):
 
 @requirement(
     "FP-016",
-    level="MUST",
-    text="A handle MUST refuse parameters of different dtypes and name both.",
+    "A handle MUST refuse parameters of different dtypes and name both.",
     rationale="_flat_param.py fixes the sentence",
-    since="0.1.0",
-    profile="robust",
 )
 def test_mixed_dtypes_are_refused(part, device):
     """Both dtypes are named."""
@@ -44,12 +36,9 @@ def test_mixed_dtypes_are_refused(part, device):
 
 @requirement(
     "FP-017",
-    level="MUST",
-    text="A handle without original parameters MUST refuse to mix frozen and trainable ones.",
+    "A handle without original parameters MUST refuse to mix frozen and trainable ones.",
     source="torch.distributed.fsdp.FullyShardedDataParallel",
     quote="parameters that are all frozen or all non-frozen",
-    since="0.1.0",
-    profile="core",
 )
 def test_mixed_trainability_is_refused_without_original_parameters(part, device):
     """A flat parameter is either trained or frozen."""

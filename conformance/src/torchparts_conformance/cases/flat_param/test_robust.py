@@ -16,11 +16,8 @@ SENTINELS = torch.full((20,), -1.0)
 
 @requirement(
     "FP-021",
-    level="MUST",
-    text="A parameter that leaves holes in memory MUST keep its values.",
+    "A parameter that leaves holes in memory MUST keep its values.",
     rationale="silent corruption reproduced on 2.13: as_strided reads the neighbour's memory",
-    since="0.1.0",
-    profile="robust",
 )
 def test_a_column_slice_keeps_its_values(part, device):
     """A parameter with gaps in memory does not read other elements."""
@@ -28,12 +25,7 @@ def test_a_column_slice_keeps_its_values(part, device):
 
 
 @requirement(
-    "FP-022",
-    level="MUST",
-    text="A scalar parameter MUST be flattened.",
-    rationale="IndexError reproduced on 2.13",
-    since="0.1.0",
-    profile="robust",
+    "FP-022", "A scalar parameter MUST be flattened.", rationale="IndexError reproduced on 2.13"
 )
 def test_a_scalar_parameter_is_flattened(part, device):
     """Parameters with zero dimensions are supported."""
@@ -42,11 +34,8 @@ def test_a_scalar_parameter_is_flattened(part, device):
 
 @requirement(
     "FP-025",
-    level="MUST",
-    text="An expanded parameter MUST keep its values.",
+    "An expanded parameter MUST keep its values.",
     rationale="storage out of bounds on 2.13",
-    since="0.1.0",
-    profile="robust",
 )
 def test_an_expanded_parameter_keeps_its_values(part, device):
     """Several indices of one element become several elements."""
@@ -55,11 +44,8 @@ def test_an_expanded_parameter_keeps_its_values(part, device):
 
 @requirement(
     "FP-026",
-    level="MUST",
-    text="Parameters that the module does not own MUST be refused.",
+    "Parameters that the module does not own MUST be refused.",
     rationale="silently dropped on 2.13",
-    since="0.1.0",
-    profile="robust",
 )
 def test_foreign_parameters_are_refused(part, device):
     """A parameter that is not in the module is not silently dropped."""
@@ -72,14 +58,9 @@ def test_foreign_parameters_are_refused(part, device):
 
 @requirement(
     "FP-028",
-    level="MUST",
-    text=(
-        "A deep copy of a flattened module MUST compute the same results and share nothing with "
-        "the original."
-    ),
+    "A deep copy of a flattened module MUST compute the same results and share nothing with the "
+    "original.",
     rationale="RuntimeError reproduced on 2.13",
-    since="0.1.0",
-    profile="robust",
 )
 def test_a_flattened_module_is_deep_copied(part, device):
     """The copy computes the same results and shares nothing."""
@@ -94,11 +75,8 @@ def test_a_flattened_module_is_deep_copied(part, device):
 
 @requirement(
     "FP-031",
-    level="SHOULD",
-    text="Flattening SHOULD move parameters in place, without holding them twice.",
+    "Flattening SHOULD move parameters in place, without holding them twice.",
     rationale="construction holds everything twice on 2.13: 382 MiB more for 100M parameters",
-    since="0.1.0",
-    profile="robust",
 )
 def test_parameters_move_in_place(part, device):
     """The given tensors share memory with the flat parameter, so nothing is held twice."""
@@ -110,16 +88,11 @@ def test_parameters_move_in_place(part, device):
 
 @requirement(
     "FP-033",
-    level="MUST",
-    text=(
-        "Two parameters that share memory but are different objects MUST keep sharing it, or MUST "
-        "be refused by name."
-    ),
+    "Two parameters that share memory but are different objects MUST keep sharing it, or MUST be "
+    "refused by name.",
     rationale=(
         "reproduced on 2.13: both are copied, and writing to one no longer writes to the other"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_shared_memory_of_parameters_stays_shared_or_is_refused(part, device):
     """Writing to one writes to the other, or an error names both."""

@@ -16,14 +16,9 @@ DTYPES = [torch.float32, torch.float16]
 
 @requirement(
     "FP-001",
-    level="MUST",
-    text=(
-        "Flattening parts of a model MUST leave each part one flat parameter with all its "
-        "elements, and MUST leave the other parts unchanged."
-    ),
+    "Flattening parts of a model MUST leave each part one flat parameter with all its elements, "
+    "and MUST leave the other parts unchanged.",
     source="test_partial_flattening",
-    since="0.1.0",
-    profile="core",
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_of_a_model_are_flattened(part, device, dtype):
@@ -40,12 +35,7 @@ def test_parts_of_a_model_are_flattened(part, device, dtype):
 
 
 @requirement(
-    "FP-002",
-    level="MUST",
-    text="Casting the model MUST cast its flat parameters.",
-    source="test_partial_flattening",
-    since="0.1.0",
-    profile="core",
+    "FP-002", "Casting the model MUST cast its flat parameters.", source="test_partial_flattening"
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_cast_of_the_model_reaches_flat_parameters(part, device, dtype):
@@ -61,11 +51,8 @@ def test_a_cast_of_the_model_reaches_flat_parameters(part, device, dtype):
 
 @requirement(
     "FP-003",
-    level="MUST",
-    text="An empty list of parameters MUST be refused with a ValueError that says so.",
+    "An empty list of parameters MUST be refused with a ValueError that says so.",
     source="test_flatten_nothing",
-    since="0.1.0",
-    profile="core",
 )
 def test_an_empty_list_is_refused(part, device):
     """A handle needs parameters."""
@@ -97,14 +84,9 @@ def _wrap_empty(part: Any, rank: int, world_size: int) -> dict[str, Any]:
 
 @requirement(
     "FP-004",
-    level="MUST",
-    text=(
-        "A module without parameters MUST be wrapped without a flat parameter and give the same "
-        "results."
-    ),
+    "A module without parameters MUST be wrapped without a flat parameter and give the same "
+    "results.",
     source="test_empty_module",
-    since="0.1.0",
-    profile="core",
 )
 def test_a_module_without_parameters_is_wrapped(part, device, ranks):
     """It has no flat parameter and gives the same results."""
@@ -120,22 +102,16 @@ def test_a_module_without_parameters_is_wrapped(part, device, ranks):
             False,
             marks=requirement(
                 "FP-005",
-                level="MUST",
-                text="A flat parameter MUST have as many elements as its parameters.",
+                "A flat parameter MUST have as many elements as its parameters.",
                 source="test_numel_without_shared_params",
-                since="0.1.0",
-                profile="core",
             ),
         ),
         pytest.param(
             True,
             marks=requirement(
                 "FP-006",
-                level="MUST",
-                text="A tied parameter MUST be stored once.",
+                "A tied parameter MUST be stored once.",
                 source="test_numel_with_shared_params",
-                since="0.1.0",
-                profile="core",
             ),
         ),
     ],
@@ -155,22 +131,16 @@ def test_numel_is_unchanged(part, device, dtype, tied):
             False,
             marks=requirement(
                 "FP-007",
-                level="MUST",
-                text="A flattened module MUST give the same output as before.",
+                "A flattened module MUST give the same output as before.",
                 source="test_output_without_shared_params",
-                since="0.1.0",
-                profile="core",
             ),
         ),
         pytest.param(
             True,
             marks=requirement(
                 "FP-008",
-                level="MUST",
-                text="A flattened module with tied parameters MUST give the same output as before.",
+                "A flattened module with tied parameters MUST give the same output as before.",
                 source="test_output_with_shared_params",
-                since="0.1.0",
-                profile="core",
             ),
         ),
     ],
@@ -185,14 +155,9 @@ def test_the_output_is_unchanged(part, device, dtype, tied):
 
 @requirement(
     "FP-009",
-    level="MUST",
-    text=(
-        "An optimizer step on the flat parameter MUST change tied parameters as a step on the "
-        "plain module does."
-    ),
+    "An optimizer step on the flat parameter MUST change tied parameters as a step on the plain "
+    "module does.",
     source="test_pnorm_after_step_with_shared_params",
-    since="0.1.0",
-    profile="core",
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_step_moves_tied_parameters_like_the_plain_module(part, device, dtype):
@@ -220,14 +185,9 @@ def _check_metadata(handle, start, end, names, shapes, offsets):
 
 @requirement(
     "FP-010",
-    level="MUST",
-    text=(
-        "With original parameters kept, each parameter MUST start at a multiple of 16 bytes, and "
-        "in shard metadata the padding MUST count for positions only."
-    ),
+    "With original parameters kept, each parameter MUST start at a multiple of 16 bytes, and in "
+    "shard metadata the padding MUST count for positions only.",
     source="test_flat_param_shard_metadata_aligned_full_precision",
-    since="0.1.0",
-    profile="core",
 )
 def test_metadata_with_alignment_in_full_precision(part, device):
     """21 + (3) + 35 + (1) + 25 = 85 elements; 16 bytes are four of float32."""
@@ -242,11 +202,8 @@ def test_metadata_with_alignment_in_full_precision(part, device):
 
 @requirement(
     "FP-011",
-    level="MUST",
-    text="Alignment MUST be that of the dtype that parameters have in forward.",
+    "Alignment MUST be that of the dtype that parameters have in forward.",
     source="test_flat_param_shard_metadata_aligned_mixed_precision",
-    since="0.1.0",
-    profile="core",
 )
 def test_metadata_with_alignment_in_mixed_precision(part, device):
     """10 + (6) + 25 + (7) + 15 = 63 elements; 16 bytes are eight of float16."""
@@ -261,11 +218,8 @@ def test_metadata_with_alignment_in_mixed_precision(part, device):
 
 @requirement(
     "FP-012",
-    level="MUST",
-    text="Shard metadata MUST be right for any range, also beyond the end.",
+    "Shard metadata MUST be right for any range, also beyond the end.",
     source="test_flat_param_shard_metadata_unaligned",
-    since="0.1.0",
-    profile="core",
 )
 def test_metadata_without_alignment(part, device):
     """Ranges may start anywhere and reach beyond the end."""
@@ -278,16 +232,11 @@ def test_metadata_without_alignment(part, device):
 
 @requirement(
     "FP-013",
-    level="MUST",
-    text=(
-        "The flat parameter's gradient MUST contain the gradients of all parameters, in the order "
-        "of the parameters."
-    ),
+    "The flat parameter's gradient MUST contain the gradients of all parameters, in the order of "
+    "the parameters.",
     rationale="an optimizer on the flat parameter uses only this gradient",
     source="torch.distributed.fsdp._flat_param.FlatParamHandle._use_unsharded_grad_views",
     quote="set to be views into the unsharded flat parameter's gradient",
-    since="0.1.0",
-    profile="core",
 )
 def test_gradients_reach_the_flat_parameter(part, device):
     """Bitwise those of the plain model, one after another."""
@@ -302,16 +251,11 @@ def test_gradients_reach_the_flat_parameter(part, device):
 
 @requirement(
     "FP-014",
-    level="MUST",
-    text=(
-        "The shards of all ranks MUST be of equal size, and in rank order they MUST form the whole "
-        "flat parameter."
-    ),
+    "The shards of all ranks MUST be of equal size, and in rank order they MUST form the whole "
+    "flat parameter.",
     rationale="otherwise one all-gather cannot restore the flat parameter",
     source="torch.distributed.fsdp._flat_param.FlatParameter",
     quote="right-hand-side padding for divisibility by the world size",
-    since="0.1.0",
-    profile="core",
 )
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_shards_form_the_whole_parameter(part, device, world_size):
@@ -348,13 +292,10 @@ def _cycle(part: Any, rank: int, world_size: int) -> list[bool]:
 
 @requirement(
     "FP-019",
-    level="MUST",
-    text="Unshard MUST give each rank the whole flat parameter, and reshard its own shard again.",
+    "Unshard MUST give each rank the whole flat parameter, and reshard its own shard again.",
     rationale="every user of a handle without the wrapper runs this cycle",
     source="torch.distributed.fsdp._flat_param.FlatParamHandle.unshard",
     quote="all-gathering the flat parameter and switching to using the unsharded flat parameter",
-    since="0.1.0",
-    profile="core",
 )
 def test_two_ranks_unshard_and_reshard(part, device, ranks):
     """Unsharded, the flat parameter has all elements; resharded, each rank has its own part."""

@@ -19,10 +19,8 @@ def _fresh_compiler():
 
 @requirement(
     "MT-401",
-    level="SHOULD",
-    text="Entering and leaving a tracker SHOULD NOT recompile a compiled model.",
+    "Entering and leaving a tracker SHOULD NOT recompile a compiled model.",
     rationale="pytorch#152740",
-    since="0.1.0",
     profile="compile",
 )
 def test_no_recompilation(part, device):
@@ -55,10 +53,8 @@ class Outer(nn.Module):
 
 @requirement(
     "MT-402",
-    level="SHOULD",
-    text="A compiled part SHOULD be one module under the user's name, however it was compiled.",
+    "A compiled part SHOULD be one module under the user's name, however it was compiled.",
     rationale="reproduced on torch 2.13; pytorch#124196",
-    since="0.1.0",
     profile="compile",
 )
 @pytest.mark.parametrize("in_place", [False, True])

@@ -17,13 +17,9 @@ from torchparts_conformance.cases.mod_tracker._models import Checkpointed, leaf,
 
 @requirement(
     "MT-301",
-    level="MUST",
-    text=(
-        "The FLOPs of all modules themselves and of the outside MUST add up to the total, and the "
-        "total MUST equal that of torch's counter."
-    ),
+    "The FLOPs of all modules themselves and of the outside MUST add up to the total, and the "
+    "total MUST equal that of torch's counter.",
     rationale="a report that does not add up has a wrong row",
-    since="0.1.0",
     profile="reports",
 )
 def test_flops_add_up(part, device):
@@ -40,13 +36,9 @@ def test_flops_add_up(part, device):
 
 @requirement(
     "MT-302",
-    level="MUST",
-    text=(
-        "FLOPs MUST be divided exactly into forward, recompute and backward, with both kinds of "
-        "checkpointing."
-    ),
+    "FLOPs MUST be divided exactly into forward, recompute and backward, with both kinds of "
+    "checkpointing.",
     rationale="a report that does not add up has a wrong row",
-    since="0.1.0",
     profile="reports",
 )
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -62,15 +54,11 @@ def test_flops_are_split_by_phase(part, device, use_reentrant):
 
 @requirement(
     "MT-412",
-    level="MUST",
-    text=(
-        "Operators that a checkpoint recomputes between the modules in its region MUST count as "
-        "recompute of the module that ran them."
-    ),
+    "Operators that a checkpoint recomputes between the modules in its region MUST count as "
+    "recompute of the module that ran them.",
     rationale=(
         "reproduced on a published UNet: recomputed attention counted as backward of another module"
     ),
-    since="0.1.0",
     profile="reports",
 )
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -104,13 +92,9 @@ def _gradients(measure, kind, device):
 
 @requirement(
     "MT-404",
-    level="MUST",
-    text=(
-        "Counting operations MUST leave gradients bit-identical, also for operators that have both "
-        "a decomposition and a kernel."
-    ),
+    "Counting operations MUST leave gradients bit-identical, also for operators that have both a "
+    "decomposition and a kernel.",
     rationale="reproduced: counting decomposed the backward of SiLU",
-    since="0.1.0",
     profile="reports",
 )
 @pytest.mark.parametrize("kind", [nn.SiLU, nn.Mish])
@@ -122,13 +106,9 @@ def test_counting_changes_no_bit(part, device, kind):
 
 @requirement(
     "MT-407",
-    level="MUST",
-    text=(
-        "FLOPs of grouped products, as in a mixture of experts, MUST be those of the products, on "
-        "every device."
-    ),
+    "FLOPs of grouped products, as in a mixture of experts, MUST be those of the products, on "
+    "every device.",
     rationale="torch's counter has no formula for them, so experts count as zero",
-    since="0.1.0",
     profile="reports",
 )
 def test_flops_of_products_of_groups(part, device):
@@ -147,15 +127,11 @@ def test_flops_of_products_of_groups(part, device):
 
 @requirement(
     "MT-408",
-    level="MUST",
-    text=(
-        "FLOPs of attention MUST be those of its products, for every attention kernel of torch, "
-        "also with shared key heads."
-    ),
+    "FLOPs of attention MUST be those of its products, for every attention kernel of torch, also "
+    "with shared key heads.",
     rationale=(
         "torch's counter has no formula for the CPU kernel, so attention counts as zero there"
     ),
-    since="0.1.0",
     profile="reports",
 )
 @pytest.mark.parametrize("heads", [4, 2], ids=["own keys", "shared keys"])

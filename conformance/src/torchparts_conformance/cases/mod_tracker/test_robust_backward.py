@@ -28,14 +28,11 @@ INNER = ("Checkpointed", "Checkpointed.m")
 
 @requirement(
     "MT-101",
-    level="MUST",
-    text="Recomputation MUST run inside the modules of the first forward and no others.",
+    "Recomputation MUST run inside the modules of the first forward and no others.",
     rationale=(
         "reproduced on torch 2.13: `parents` also has the module whose backward started the "
         "recomputation; FlopCounterMode reports 256 instead of 192"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_recompute_has_the_parents_of_the_forward(part, device):
     """The recomputed layer runs inside the same modules."""
@@ -56,14 +53,9 @@ def test_recompute_has_the_parents_of_the_forward(part, device):
 
 @requirement(
     "MT-102",
-    level="MUST",
-    text=(
-        "The backward of a graph that reentrant checkpointing built MUST be attributed to the "
-        "modules whose recomputation built it."
-    ),
+    "The backward of a graph that reentrant checkpointing built MUST be attributed to the modules"
+    " whose recomputation built it.",
     rationale="reproduced on torch 2.13: inner modules are never entered in backward",
-    since="0.1.0",
-    profile="robust",
 )
 def test_reentrant_backward_is_attributed(part, device):
     """Two products for each inner layer in backward, and one in its recompute."""
@@ -76,14 +68,9 @@ def test_reentrant_backward_is_attributed(part, device):
 
 @requirement(
     "MT-103",
-    level="MUST",
-    text=(
-        "With reentrant checkpointing every module MUST be entered in backward before it is left, "
-        "and as often as it is left."
-    ),
+    "With reentrant checkpointing every module MUST be entered in backward before it is left, and"
+    " as often as it is left.",
     rationale="reproduced on torch 2.13: modules are left without having been entered",
-    since="0.1.0",
-    profile="robust",
 )
 def test_reentrant_events_are_paired(part, device):
     """Each exit has an entry before it."""
@@ -120,11 +107,8 @@ class FailsInBackward(nn.Module):
 
 @requirement(
     "MT-113",
-    level="MUST",
-    text='An exception in backward MUST leave `parents` as {"Global"}.',
+    'An exception in backward MUST leave `parents` as {"Global"}.',
     rationale="reproduced on torch 2.13: the names are never removed",
-    since="0.1.0",
-    profile="robust",
 )
 def test_exception_in_backward(part, device):
     """No module is running afterwards."""
@@ -137,14 +121,9 @@ def test_exception_in_backward(part, device):
 
 @requirement(
     "MT-117",
-    level="MUST",
-    text=(
-        "`torch.autograd.grad` for a leaf that is a module's input MUST work while hooks are "
-        "registered."
-    ),
+    "`torch.autograd.grad` for a leaf that is a module's input MUST work while hooks are "
+    "registered.",
     rationale="pytorch#131753",
-    since="0.1.0",
-    profile="robust",
 )
 def test_grad_of_a_leaf_input(part, device):
     """torch.autograd.grad for the input gives the same result as without a tracker."""
@@ -159,14 +138,11 @@ def test_grad_of_a_leaf_input(part, device):
 
 @requirement(
     "MT-118",
-    level="MUST",
-    text="A second backward through a retained graph MUST have the same events as the first.",
+    "A second backward through a retained graph MUST have the same events as the first.",
     rationale=(
         "reproduced on torch 2.13: modules whose inputs require no gradient are left only the "
         "first time"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_second_backward(part, device):
     """The same events again."""
@@ -184,14 +160,8 @@ def test_second_backward(part, device):
 
 @requirement(
     "MT-119",
-    level="MUST",
-    text=(
-        "In a backward for the gradient of one parameter, every module that is entered MUST be "
-        "left."
-    ),
+    "In a backward for the gradient of one parameter, every module that is entered MUST be left.",
     rationale="reproduced on torch 2.13: a module is entered and never left",
-    since="0.1.0",
-    profile="robust",
 )
 def test_gradient_of_one_parameter(part, device):
     """Every entered module is left."""
@@ -204,11 +174,8 @@ def test_gradient_of_one_parameter(part, device):
 
 @requirement(
     "MT-120",
-    level="MUST",
-    text="Forwards without gradients MUST NOT cause events in a later backward.",
+    "Forwards without gradients MUST NOT cause events in a later backward.",
     rationale="reproduced on torch 2.13: 1,000 forwards of 10 layers fire 11,000 bogus events",
-    since="0.1.0",
-    profile="robust",
 )
 def test_inference_leaves_no_events(part, device):
     """A hundred forwards without gradients add no event to the next backward."""
@@ -226,11 +193,8 @@ def test_inference_leaves_no_events(part, device):
 
 @requirement(
     "MT-121",
-    level="MUST",
-    text="No hook MUST remain on a tensor that outlives the graph.",
+    "No hook MUST remain on a tensor that outlives the graph.",
     rationale="reproduced on torch 2.13: 2,000 hooks on an input used in 1,000 forwards",
-    since="0.1.0",
-    profile="robust",
 )
 def test_no_hook_stays_on_tensors(part, device):
     """The input has no hook after the graphs are freed."""
@@ -246,11 +210,8 @@ def test_no_hook_stays_on_tensors(part, device):
 
 @requirement(
     "MT-133",
-    level="MUST",
-    text="A backward that runs after the tracker was left MUST still be attributed.",
+    "A backward that runs after the tracker was left MUST still be attributed.",
     rationale="the graph outlives the block",
-    since="0.1.0",
-    profile="robust",
 )
 def test_backward_after_the_block(part, device):
     """The graph outlives the block and is still attributed."""
@@ -264,11 +225,8 @@ def test_backward_after_the_block(part, device):
 
 @requirement(
     "MT-131",
-    level="MUST",
-    text="Results and gradients MUST be bit-identical with and without the tracker.",
+    "Results and gradients MUST be bit-identical with and without the tracker.",
     rationale="a tracker only observes",
-    since="0.1.0",
-    profile="robust",
 )
 def test_gradients_are_bitwise_equal(part, device):
     """With four hooks and without a tracker: bit-identical."""

@@ -24,11 +24,8 @@ from torchparts_conformance.cases.mod_tracker._models import (
 
 @requirement(
     "MT-105",
-    level="MUST",
-    text="Two roots of the same class MUST have different names.",
+    "Two roots of the same class MUST have different names.",
     rationale="reproduced on torch 2.13: both have the name of their class",
-    since="0.1.0",
-    profile="robust",
 )
 def test_roots_of_one_class(part, device):
     """Two roots have two names."""
@@ -55,14 +52,9 @@ class Fails(nn.Module):
 
 @requirement(
     "MT-111",
-    level="MUST",
-    text=(
-        'An exception in forward MUST leave `parents` as {"Global"}, and the next forward and '
-        "backward MUST have each event once."
-    ),
+    'An exception in forward MUST leave `parents` as {"Global"}, and the next forward and '
+    "backward MUST have each event once.",
     rationale="reproduced on torch 2.13: hooks of the failed forward fire as additional exits",
-    since="0.1.0",
-    profile="robust",
 )
 def test_exception_in_forward(part, device):
     """After a failed forward, the next step has each event once."""
@@ -79,11 +71,8 @@ def test_exception_in_forward(part, device):
 
 @requirement(
     "MT-114",
-    level="MUST",
-    text="Operations in a module's own hooks MUST be attributed to that module.",
+    "Operations in a module's own hooks MUST be attributed to that module.",
     rationale="pytorch#130995; reproduced on torch 2.13: attributed to the parent",
-    since="0.1.0",
-    profile="robust",
 )
 def test_own_hooks_of_a_module(part, device):
     """A forward hook of the module runs inside it."""
@@ -96,11 +85,8 @@ def test_own_hooks_of_a_module(part, device):
 
 @requirement(
     "MT-115",
-    level="MUST",
-    text="Two threads MUST NOT see each other's modules.",
+    "Two threads MUST NOT see each other's modules.",
     rationale="reproduced on torch 2.13: one shared set, and RuntimeErrors raised into user code",
-    since="0.1.0",
-    profile="robust",
 )
 def test_threads(part, device):
     """Two models run at the same time."""
@@ -146,16 +132,11 @@ class AllEqual(nn.Linear):
 
 @requirement(
     "MT-122",
-    level="MUST",
-    text=(
-        "Modules MUST be distinguished by identity, also if `__eq__` always returns True or the "
-        "module is unhashable."
-    ),
+    "Modules MUST be distinguished by identity, also if `__eq__` always returns True or the "
+    "module is unhashable.",
     rationale=(
         "reproduced on torch 2.13: one module is reported as the other; TypeError in user code"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_identity_of_modules(part, device):
     """Two modules have two names, and nothing raises."""
@@ -169,14 +150,9 @@ def test_identity_of_modules(part, device):
 
 @requirement(
     "MT-124",
-    level="SHOULD",
-    text=(
-        "A compiled model SHOULD be one module under the user's name, with its forward and "
-        "backward events."
-    ),
+    "A compiled model SHOULD be one module under the user's name, with its forward and backward "
+    "events.",
     rationale="reproduced on torch 2.13: no events at all",
-    since="0.1.0",
-    profile="robust",
 )
 def test_compiled_model(part, device):
     """One module with the user's name."""
@@ -194,11 +170,8 @@ def test_compiled_model(part, device):
 
 @requirement(
     "MT-132",
-    level="SHOULD",
-    text="A model SHOULD have the same events under FakeTensorMode.",
+    "A model SHOULD have the same events under FakeTensorMode.",
     rationale="memory and cost models run there",
-    since="0.1.0",
-    profile="robust",
 )
 def test_fake_tensors(part, device):
     """The same events with and without data."""

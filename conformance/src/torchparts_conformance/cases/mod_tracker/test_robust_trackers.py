@@ -28,11 +28,8 @@ def _restore(call):
 
 @requirement(
     "MT-116",
-    level="MUST",
-    text="A tracker entered twice MUST call each hook once, and MUST leave no global hook behind.",
+    "A tracker entered twice MUST call each hook once, and MUST leave no global hook behind.",
     rationale="reproduced on torch 2.13: hooks fire twice and one pair leaks",
-    since="0.1.0",
-    profile="robust",
 )
 def test_tracker_entered_twice(part, device):
     """Each hook is called once, and no global hook is left."""
@@ -54,11 +51,8 @@ def test_tracker_entered_twice(part, device):
 
 @requirement(
     "MT-137",
-    level="MUST",
-    text="Overlapping trackers MUST be independent, and MUST be removed completely in any order.",
+    "Overlapping trackers MUST be independent, and MUST be removed completely in any order.",
     rationale="users combine tools",
-    since="0.1.0",
-    profile="robust",
 )
 def test_overlapping_trackers(part, device):
     """The first tracker may be left first."""

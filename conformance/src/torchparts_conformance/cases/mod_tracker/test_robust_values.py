@@ -48,16 +48,10 @@ class Chain(nn.Module):
 
 @requirement(
     "MT-107",
-    level="MUST",
-    text=(
-        "A module with keyword inputs MUST be attributed in backward, with exactly its own "
-        "operations."
-    ),
+    "A module with keyword inputs MUST be attributed in backward, with exactly its own operations.",
     rationale=(
         "reproduced on torch 2.13: four chained blocks of 192 FLOPs each count 192, 320, 448, 576"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_keyword_inputs(part, device):
     """Each of four blocks has three products, and none is shared."""
@@ -99,11 +93,8 @@ class Unboxing(nn.Module):
 
 @requirement(
     "MT-108",
-    level="MUST",
-    text="A module whose output is in a dataclass MUST be entered once and left once in backward.",
+    "A module whose output is in a dataclass MUST be entered once and left once in backward.",
     rationale="reproduced on torch 2.13: it is left but never entered",
-    since="0.1.0",
-    profile="robust",
 )
 def test_dataclass_output(part, device):
     """It is entered once and left once."""
@@ -116,16 +107,11 @@ def test_dataclass_output(part, device):
 
 @requirement(
     "MT-109",
-    level="MUST",
-    text=(
-        "A module that returns its input MUST be entered before it is left, and MUST NOT stay "
-        "in `parents`."
-    ),
+    "A module that returns its input MUST be entered before it is left, and MUST NOT stay in "
+    "`parents`.",
     rationale=(
         "reproduced on torch 2.13: left before it is entered, then in `parents` until the end"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_module_returning_its_input(part, device):
     """It is entered and left, and not in `parents` when the layer before it runs."""

@@ -48,14 +48,9 @@ PLACES = [[names_of("Nested", place)] for place in ("Nested.c.0", "Nested.a", "N
 
 @requirement(
     "MT-001",
-    level="MUST",
-    text=(
-        'In forward, `parents` MUST hold "Global" and the names of the running modules, which for '
-        "modules in containers are state_dict paths."
-    ),
+    'In forward, `parents` MUST hold "Global" and the names of the running modules, which for '
+    "modules in containers are state_dict paths.",
     source="test_module_hierarchy",
-    since="0.1.0",
-    profile="core",
 )
 def test_parents_in_forward(part, device):
     """Attribute, dict and list: each is named by its state_dict path."""
@@ -64,14 +59,8 @@ def test_parents_in_forward(part, device):
 
 @requirement(
     "MT-002",
-    level="MUST",
-    text=(
-        "In a gradient hook during the backward of these modules, `parents` MUST hold the same "
-        "names."
-    ),
+    "In a gradient hook during the backward of these modules, `parents` MUST hold the same names.",
     source="test_module_hierarchy",
-    since="0.1.0",
-    profile="core",
 )
 def test_parents_in_backward(part, device):
     """The same names in gradient hooks."""
@@ -80,11 +69,8 @@ def test_parents_in_backward(part, device):
 
 @requirement(
     "MT-003",
-    level="MUST",
-    text="A second forward and backward MUST have the same events as the first.",
+    "A second forward and backward MUST have the same events as the first.",
     source="test_module_hierarchy",
-    since="0.1.0",
-    profile="core",
 )
 def test_second_iteration(part, device):
     """Two steps have the same events."""
@@ -95,11 +81,8 @@ def test_second_iteration(part, device):
 
 @requirement(
     "MT-004",
-    level="MUST",
-    text="`is_bw` MUST be true in backward, and false in forward.",
+    "`is_bw` MUST be true in backward, and false in forward.",
     source="test_module_hierarchy",
-    since="0.1.0",
-    profile="core",
 )
 def test_is_bw_in_both_directions(part, device):
     """False in forward, true in the gradient hook."""
@@ -110,11 +93,8 @@ def test_is_bw_in_both_directions(part, device):
 
 @requirement(
     "MT-005",
-    level="MUST",
-    text='After a backward `is_bw` MUST be false and `parents` only {"Global"}.',
+    'After a backward `is_bw` MUST be false and `parents` only {"Global"}.',
     source="test_bw_detection",
-    since="0.1.0",
-    profile="core",
 )
 def test_outside_after_backward(part, device):
     """No module is running after a backward."""
@@ -144,16 +124,11 @@ ORDER = [
 
 @requirement(
     "MT-006",
-    level="MUST",
-    text=(
-        "The four user hooks MUST be called in torch's order: in forward, modules are entered from "
-        "outside to inside and left from inside to outside; in backward, a module is entered when "
-        "its outputs' gradients arrive and left when its inputs' gradients arrive, the caller "
-        "first if both have the same input."
-    ),
+    "The four user hooks MUST be called in torch's order: in forward, modules are entered from "
+    "outside to inside and left from inside to outside; in backward, a module is entered when its"
+    " outputs' gradients arrive and left when its inputs' gradients arrive, the caller first if "
+    "both have the same input.",
     source="test_user_hooks",
-    since="0.1.0",
-    profile="core",
 )
 def test_order_of_user_hooks(part, device):
     """Eight events in torch's order."""
@@ -166,14 +141,9 @@ def test_order_of_user_hooks(part, device):
 
 @requirement(
     "MT-007",
-    level="MUST",
-    text=(
-        "While a user hook runs, its module's name MUST be in `parents`, and `is_bw` MUST be true "
-        "exactly in backward hooks."
-    ),
+    "While a user hook runs, its module's name MUST be in `parents`, and `is_bw` MUST be true "
+    "exactly in backward hooks.",
     source="test_user_hooks",
-    since="0.1.0",
-    profile="core",
 )
 def test_state_while_user_hooks_run(part, device):
     """Each hook finds its module among the parents, and the right direction."""
@@ -191,11 +161,8 @@ def test_state_while_user_hooks_run(part, device):
 
 @requirement(
     "MT-008",
-    level="MUST",
-    text="Registering a second hook of the same kind MUST raise an AssertionError.",
+    "Registering a second hook of the same kind MUST raise an AssertionError.",
     source="test_user_hooks",
-    since="0.1.0",
-    profile="core",
 )
 def test_second_hook_of_a_kind_is_refused(part, device):
     """One hook of each kind."""
@@ -207,11 +174,8 @@ def test_second_hook_of_a_kind_is_refused(part, device):
 
 @requirement(
     "MT-009",
-    level="MUST",
-    text="The backward hooks of a freed module MUST be called with None.",
+    "The backward hooks of a freed module MUST be called with None.",
     source="test_user_hooks",
-    since="0.1.0",
-    profile="core",
 )
 def test_deleted_module(part, device):
     """Backward hooks get None for a freed module."""
@@ -261,14 +225,9 @@ def _checkpointed_events(part, device):
 
 @requirement(
     "MT-010",
-    level="MUST",
-    text=(
-        "With non-reentrant checkpointing the forward hooks MUST be called again in backward, with "
-        "`is_bw` true, between the backward hooks of the checkpointed module."
-    ),
+    "With non-reentrant checkpointing the forward hooks MUST be called again in backward, with "
+    "`is_bw` true, between the backward hooks of the checkpointed module.",
     source="test_ac",
-    since="0.1.0",
-    profile="core",
 )
 def test_hooks_in_recompute(part, device):
     """The checkpointed layer's forward hooks fire again between its backward hooks."""
@@ -286,14 +245,9 @@ def test_hooks_in_recompute(part, device):
 
 @requirement(
     "MT-011",
-    level="MUST",
-    text=(
-        "Modules whose inputs require no gradient MUST be left at the end of the backward, in "
-        "reverse order of their calls."
-    ),
+    "Modules whose inputs require no gradient MUST be left at the end of the backward, in reverse"
+    " order of their calls.",
     rationale="test_ac lists the events before these; torch 2.13 emits the two closing ones",
-    since="0.1.0",
-    profile="robust",
 )
 def test_closing_events(part, device):
     """Modules without gradients at their inputs are left at the end, from inside to outside."""
@@ -303,14 +257,8 @@ def test_closing_events(part, device):
 
 @requirement(
     "MT-012",
-    level="MUST",
-    text=(
-        "`get_known_fqn` MUST give the name of a module that ran, and None for one that was not"
-        " seen."
-    ),
+    "`get_known_fqn` MUST give the name of a module that ran, and None for one that was not seen.",
     source="test_user_hooks",
-    since="0.1.0",
-    profile="core",
 )
 def test_known_names(part, device):
     """A name for a module that ran, None for one that did not."""

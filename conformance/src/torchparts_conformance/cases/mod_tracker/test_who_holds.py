@@ -18,13 +18,9 @@ def _changes_what_was_saved(measure, device):
 
 @requirement(
     "MT-254",
-    level="MUST",
-    text=(
-        "Measuring memory MUST NOT hide that a tensor was changed in place after it was saved "
-        "for backward."
-    ),
+    "Measuring memory MUST NOT hide that a tensor was changed in place after it was saved for "
+    "backward.",
     rationale="saved-tensor hooks disable torch's own check",
-    since="0.1.0",
     profile="reports",
 )
 def test_measured_change_after_saving_is_an_error(part, device):

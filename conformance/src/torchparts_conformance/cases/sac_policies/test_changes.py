@@ -71,14 +71,9 @@ def is_seen_or_harmless(checkpoint, device, make, change):
 
 @requirement(
     "SP-133",
-    level="MUST",
-    text=(
-        "A hook that a region registers on a tensor from outside MUST be registered once and run "
-        "once in backward."
-    ),
+    "A hook that a region registers on a tensor from outside MUST be registered once and run once"
+    " in backward.",
     rationale="recomputation registers it again: 1.880 became 2.820 on 2.13",
-    since="0.1.0",
-    profile="robust",
 )
 def test_hook_on_an_input_runs_once(part, device):
     """The region registers hooks on an activation and on a parameter."""
@@ -126,17 +121,12 @@ def write(t, w, cache):
 
 @requirement(
     "SP-134",
-    level="MUST",
-    text=(
-        "If a region changes a container or object among its arguments, by appending or by writing "
-        "to its tensors, recomputation MUST see it unchanged and MUST NOT change it."
-    ),
+    "If a region changes a container or object among its arguments, by appending or by writing to"
+    " its tensors, recomputation MUST see it unchanged and MUST NOT change it.",
     rationale=(
         "key and value caches: recomputation runs other operators, or gradients are silently "
         "wrong; shihao1895/MemoryVLA#18"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 @pytest.mark.parametrize("function", [grow, write])
 def test_cache_among_the_arguments(part, device, function):
@@ -157,14 +147,9 @@ def test_cache_among_the_arguments(part, device, function):
 
 @requirement(
     "SP-135",
-    level="MUST",
-    text=(
-        "In-place operators that change sizes or strides (`unsqueeze_`, `t_`, `as_strided_`) "
-        "MUST give the gradients of no checkpointing, saved or not."
-    ),
+    "In-place operators that change sizes or strides (`unsqueeze_`, `t_`, `as_strided_`) MUST "
+    "give the gradients of no checkpointing, saved or not.",
     rationale="restoring a saved value by a copy raised 'output with shape ... does not match'",
-    since="0.1.0",
-    profile="robust",
 )
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.parametrize(
@@ -201,15 +186,10 @@ def nothing(ctx, op, *args, **kwargs):
 
 @requirement(
     "SP-140",
-    level="MUST",
-    text=(
-        "If a parameter or input is changed without a new version number before the backward of a "
-        "region's first step, gradients MUST be those without checkpointing, or an error MUST be "
-        "raised."
-    ),
+    "If a parameter or input is changed without a new version number before the backward of a "
+    "region's first step, gradients MUST be those without checkpointing, or an error MUST be "
+    "raised.",
     rationale="recomputation reads the changed tensor; torch 2.13 silently gives other gradients",
-    since="0.1.0",
-    profile="robust",
 )
 @pytest.mark.parametrize("change", [add_unseen, replace_data])
 @pytest.mark.parametrize("size", [6, 96])
@@ -233,19 +213,14 @@ def write_in_place(tensor):
 
 @requirement(
     "SP-159",
-    level="MUST",
-    text=(
-        "If a weight or input of a region is changed after its forward (in place, without a new "
-        "version number, or by assigning other data), gradients MUST be those without "
-        "checkpointing, with or without the change, or an error MUST be raised, also if the "
-        "operators that read it are saved."
-    ),
+    "If a weight or input of a region is changed after its forward (in place, without a new "
+    "version number, or by assigning other data), gradients MUST be those without checkpointing, "
+    "with or without the change, or an error MUST be raised, also if the operators that read it "
+    "are saved.",
     rationale=(
         "a saved product saves its weight as a view, which sees data assigned later: gradients "
         "were silently wrong by 0.6; torch 2.13 silently gives other gradients"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 @pytest.mark.parametrize("change", [add_unseen, replace_data, write_in_place])
 @pytest.mark.parametrize("at", range(3), ids=["weight", "given", "found"])
@@ -293,17 +268,12 @@ def test_inputs_of_a_region_are_changed_after_forward(part, device, nested, poli
 
 @requirement(
     "SP-141",
-    level="MUST",
-    text=(
-        "If a region computes a gradient inside, the rest of the region MUST run as without "
-        "checkpointing, with and without early stop."
-    ),
+    "If a region computes a gradient inside, the rest of the region MUST run as without "
+    "checkpointing, with and without early stop.",
     rationale=(
         "the inner backward recomputes the region beyond the point that forward has reached; on "
         "torch 2.13 a cache has grown before forward reads it, which changes the loss"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 @pytest.mark.parametrize("function", [grow, write])
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -344,17 +314,12 @@ HALF = Mode()
 
 @requirement(
     "SP-220",
-    level="MUST",
-    text=(
-        "An argument that nothing changes MUST be the same object in recomputation as in forward, "
-        "whether it is positional, by keyword or in a container."
-    ),
+    "An argument that nothing changes MUST be the same object in recomputation as in forward, "
+    "whether it is positional, by keyword or in a container.",
     rationale=(
         "sentinels and modes are compared with `is`; with a copy recomputation takes the other "
         "branch, and gradients are silently wrong"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_an_argument_compared_by_identity_stays_the_same_object(part, device):
     """Forward and recomputation see the sentinel that was passed."""

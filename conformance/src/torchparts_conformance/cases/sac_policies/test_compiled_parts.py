@@ -9,17 +9,12 @@ from torchparts_conformance import requirement
 
 @requirement(
     "SP-163",
-    level="MUST",
-    text=(
-        "Compiled code inside a region MUST run as its compiled graph, in forward and in "
-        "recomputation, with the gradients without checkpointing."
-    ),
+    "Compiled code inside a region MUST run as its compiled graph, in forward and in "
+    "recomputation, with the gradients without checkpointing.",
     rationale=(
         "pytorch/pytorch#161889: selective checkpointing silently ran a compiled function "
         "uncompiled"
     ),
-    since="0.1.0",
-    profile="robust",
     devices=("cpu",),
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's
@@ -52,17 +47,12 @@ def test_compiled_code_in_a_region_runs_compiled(part, device, keeps):
 
 @requirement(
     "SP-164",
-    level="MUST",
-    text=(
-        "In a compiled region with any policy, backward MUST use the random numbers of forward, "
-        "and the generator MUST end in the same state as in compiled code without the region."
-    ),
+    "In a compiled region with any policy, backward MUST use the random numbers of forward, and "
+    "the generator MUST end in the same state as in compiled code without the region.",
     rationale=(
         "pytorch/pytorch#190758: a memory budget with dropout corrupted random state under the "
         "compiler"
     ),
-    since="0.1.0",
-    profile="robust",
     devices=("cpu",),
 )
 @pytest.mark.parametrize("policy", [[], [torch.ops.aten.mm.default]], ids=["nothing", "products"])

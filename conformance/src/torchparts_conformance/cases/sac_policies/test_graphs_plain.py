@@ -32,14 +32,9 @@ def _product(x, y):
 
 @requirement(
     "SP-001",
-    level="MUST",
-    text=(
-        "A checkpointed function MUST be recomputed in the compiled backward, with each of its "
-        "products run once more."
-    ),
+    "A checkpointed function MUST be recomputed in the compiled backward, with each of its "
+    "products run once more.",
     source="test_tags_function",
-    since="0.1.0",
-    profile="core",
 )
 def test_product_is_recomputed(part, device):
     """One product in forward; its recomputation and two gradients in backward."""
@@ -54,14 +49,9 @@ def test_product_is_recomputed(part, device):
 
 @requirement(
     "SP-002",
-    level="MUST",
-    text=(
-        "`checkpoint` MUST be traced the same if it is reached through a variable of an enclosing "
-        "scope."
-    ),
+    "`checkpoint` MUST be traced the same if it is reached through a variable of an enclosing "
+    "scope.",
     source="test_tags_function_via_global_checkpoint",
-    since="0.1.0",
-    profile="core",
 )
 def test_checkpoint_is_found_through_a_global(part, device):
     """A checkpoint function in a variable of the enclosing scope is traced the same."""
@@ -77,14 +67,9 @@ def test_checkpoint_is_found_through_a_global(part, device):
 
 @requirement(
     "SP-003",
-    level="MUST",
-    text=(
-        "Options of `checkpoint`, such as `preserve_rng_state`, MUST NOT reach the checkpointed"
-        " function."
-    ),
+    "Options of `checkpoint`, such as `preserve_rng_state`, MUST NOT reach the checkpointed "
+    "function.",
     source="test_tags_function_with_kwargs",
-    since="0.1.0",
-    profile="core",
 )
 def test_options_of_checkpoint_do_not_reach_the_function(part, device):
     """`preserve_rng_state` is an option of checkpoint and does not reach the function."""
@@ -101,14 +86,9 @@ def test_options_of_checkpoint_do_not_reach_the_function(part, device):
 
 @requirement(
     "SP-004",
-    level="MUST",
-    text=(
-        "Two regions of three products in sequence MUST both be recomputed: 6 products in forward, "
-        "18 in backward."
-    ),
+    "Two regions of three products in sequence MUST both be recomputed: 6 products in forward, 18"
+    " in backward.",
     source="test_tags_sequential_layers",
-    since="0.1.0",
-    profile="core",
 )
 def test_two_regions_in_sequence(part, device):
     """Two regions of three products each: 6 in forward, 6 recomputed and 12 for gradients."""
@@ -130,11 +110,8 @@ def test_two_regions_in_sequence(part, device):
 
 @requirement(
     "SP-005",
-    level="MUST",
-    text="Two regions with other work between them MUST both be recomputed.",
+    "Two regions with other work between them MUST both be recomputed.",
     source="test_tags_multiple_checkpoints",
-    since="0.1.0",
-    profile="core",
 )
 def test_two_regions_with_work_between(part, device):
     """Regions separated by other work are each recomputed."""
@@ -162,13 +139,8 @@ class _Linear(nn.Module):
 
 @requirement(
     "SP-006",
-    level="MUST",
-    text=(
-        "A module MUST be accepted as a region, and its activation MUST be recomputed in backward."
-    ),
+    "A module MUST be accepted as a region, and its activation MUST be recomputed in backward.",
     source="test_tags_module",
-    since="0.1.0",
-    profile="core",
 )
 def test_module_is_a_region(part, device):
     """A module is checkpointed like a function; its activation is recomputed."""
@@ -184,11 +156,8 @@ def test_module_is_a_region(part, device):
 
 @requirement(
     "SP-007",
-    level="MUST",
-    text="Operators from a decomposition MUST be recomputed if the original operator is.",
+    "Operators from a decomposition MUST be recomputed if the original operator is.",
     source="test_tags_decomps",
-    since="0.1.0",
-    profile="core",
 )
 def test_tags_survive_decomposition(part, device):
     """Operators from a decomposition are recomputed if the original operator is."""
@@ -207,11 +176,8 @@ def test_tags_survive_decomposition(part, device):
 
 @requirement(
     "SP-008",
-    level="MUST",
-    text="A random operator inside a region MUST give the same numbers in recomputation.",
+    "A random operator inside a region MUST give the same numbers in recomputation.",
     source="test_tags_recomputed_rand",
-    since="0.1.0",
-    profile="core",
 )
 @pytest.mark.parametrize("compiles", [False, True])
 def test_random_operator_is_recomputed_with_the_same_numbers(part, device, compiles):
@@ -235,11 +201,8 @@ def test_random_operator_is_recomputed_with_the_same_numbers(part, device, compi
 
 @requirement(
     "SP-009",
-    level="MUST",
-    text="A compiled region of deterministic operators MUST give eager's values and gradients.",
+    "A compiled region of deterministic operators MUST give eager's values and gradients.",
     source="test_tags_rand",
-    since="0.1.0",
-    profile="core",
 )
 def test_deterministic_region_after_random_setup(part, device):
     """A region of two products gives eager's values and gradients."""
@@ -255,11 +218,8 @@ def test_deterministic_region_after_random_setup(part, device):
 
 @requirement(
     "SP-010",
-    level="MUST",
-    text="A module that ends in dropout MUST compile and differentiate as a region.",
+    "A module that ends in dropout MUST compile and differentiate as a region.",
     source="test_tags_dropout",
-    since="0.1.0",
-    profile="core",
 )
 def test_dropout_is_compiled(part, device):
     """A region that ends in dropout compiles and differentiates."""
@@ -278,11 +238,8 @@ def _opaque(x):
 
 @requirement(
     "SP-011",
-    level="MUST",
-    text="A region with a graph break MUST run eagerly while the code around it is compiled.",
+    "A region with a graph break MUST run eagerly while the code around it is compiled.",
     source="test_fallback",
-    since="0.1.0",
-    profile="core",
 )
 def test_graph_break_in_a_region_leaves_it_eager(part, device):
     """With a graph break inside, the region runs eagerly and the code around it compiled."""
@@ -303,11 +260,8 @@ def _region_nodes(graph):
 
 @requirement(
     "SP-012",
-    level="MUST",
-    text="Keyword arguments of the function MUST be inputs of the compiled region, in one graph.",
+    "Keyword arguments of the function MUST be inputs of the compiled region, in one graph.",
     source="test_kwargs",
-    since="0.1.0",
-    profile="core",
 )
 def test_keyword_arguments_reach_the_function(part, device):
     """Keyword arguments that are not options of checkpoint are inputs of the region."""
@@ -329,11 +283,8 @@ def test_keyword_arguments_reach_the_function(part, device):
 
 @requirement(
     "SP-013",
-    level="MUST",
-    text="A second input shape MUST compile once more and give a result of the right shape.",
+    "A second input shape MUST compile once more and give a result of the right shape.",
     source="test_symints_location",
-    since="0.1.0",
-    profile="core",
 )
 def test_symbolic_shapes_are_inputs_of_the_region(part, device):
     """A second shape compiles again, with the size as an input, and gives the right shape."""
@@ -361,14 +312,9 @@ def test_symbolic_shapes_are_inputs_of_the_region(part, device):
 
 @requirement(
     "SP-024",
-    level="MUST",
-    text=(
-        "A graph break in a region under fullgraph MUST raise an Unsupported error that names the "
-        "graph break."
-    ),
+    "A graph break in a region under fullgraph MUST raise an Unsupported error that names the "
+    "graph break.",
     source="test_error_msg",
-    since="0.1.0",
-    profile="core",
 )
 def test_graph_break_under_fullgraph_is_named(part, device):
     """fullgraph=True refuses a region with a graph break, and the message says so."""
@@ -386,11 +332,8 @@ def test_graph_break_under_fullgraph_is_named(part, device):
 
 @requirement(
     "SP-025",
-    level="MUST",
-    text="A list of tensors MUST be accepted as an input and inside an output of a region.",
+    "A list of tensors MUST be accepted as an input and inside an output of a region.",
     source="test_list_inputs",
-    since="0.1.0",
-    profile="core",
 )
 def test_list_inputs(part, device):
     """A list of tensors is an input, and a tuple with a list is an output."""
@@ -408,11 +351,8 @@ def test_list_inputs(part, device):
 
 @requirement(
     "SP-026",
-    level="MUST",
-    text="Recomputing a region MUST NOT run operators from before the region.",
+    "Recomputing a region MUST NOT run operators from before the region.",
     source="test_pattern_matcher",
-    since="0.1.0",
-    profile="core",
 )
 def test_tag_is_passed_on_by_replacement(part, device):
     """Values from before the region are saved for backward and not recomputed."""
@@ -432,11 +372,8 @@ def test_tag_is_passed_on_by_replacement(part, device):
 
 @requirement(
     "SP-023",
-    level="MUST",
-    text="Attention in a region under autocast MUST give the same results compiled and eager.",
+    "Attention in a region under autocast MUST give the same results compiled and eager.",
     source="test_autocast_flash_attention",
-    since="0.1.0",
-    profile="core",
 )
 def test_attention_under_autocast(part, device):
     """Attention under autocast gives the same results compiled and eager."""

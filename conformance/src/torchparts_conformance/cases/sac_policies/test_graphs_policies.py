@@ -50,14 +50,9 @@ def _products(x, y):
 
 @requirement(
     "SP-014",
-    level="MUST",
-    text=(
-        "A policy function given to `context_fn` MUST decide which products are recomputed: such a "
-        "product is in backward once more than a saved one."
-    ),
+    "A policy function given to `context_fn` MUST decide which products are recomputed: such a "
+    "product is in backward once more than a saved one.",
     source="test_compile_selective_checkpoint_must_recompute",
-    since="0.1.0",
-    profile="core",
 )
 @pytest.mark.parametrize(
     ("lists", "products"), [({"recompute": PRODUCTS}, 3), ({"save": PRODUCTS}, 2)]
@@ -81,11 +76,8 @@ def test_function_decides_what_is_recomputed(part, device, lists, products):
 
 @requirement(
     "SP-015",
-    level="MUST",
-    text="Products that a policy function saves MUST NOT be recomputed in the compiled backward.",
+    "Products that a policy function saves MUST NOT be recomputed in the compiled backward.",
     source="test_compile_selective_checkpoint_must_not_recompute_gemm",
-    since="0.1.0",
-    profile="core",
 )
 def test_function_saves_products(part, device):
     """Saved products are not in backward: two forward, four gradients."""
@@ -101,12 +93,9 @@ def test_function_saves_products(part, device):
 
 @requirement(
     "SP-029",
-    level="MUST",
-    text="A list of operators MUST be accepted as a policy that saves these operators.",
+    "A list of operators MUST be accepted as a policy that saves these operators.",
     source="torch.utils.checkpoint.create_selective_checkpoint_contexts",
     quote="If a list of operations is provided, it is equivalent to a policy",
-    since="0.1.0",
-    profile="core",
 )
 def test_list_saves_products(part, device):
     """A list of operators saves these operators."""
@@ -153,11 +142,8 @@ class _Pair(torch.Tensor):
 
 @requirement(
     "SP-016",
-    level="MUST",
-    text="If a tensor subclass holds two tensors, the operators of both MUST be saved.",
+    "If a tensor subclass holds two tensors, the operators of both MUST be saved.",
     source="test_compile_selective_checkpoint_tensor_subclass",
-    since="0.1.0",
-    profile="core",
 )
 def test_tensor_subclass(part, device):
     """Every product runs and is saved twice."""
@@ -174,11 +160,8 @@ def test_tensor_subclass(part, device):
 
 @requirement(
     "SP-017",
-    level="MUST",
-    text="A policy function with state MUST be called once for each operator, in order.",
+    "A policy function with state MUST be called once for each operator, in order.",
     source="test_compile_selective_checkpoint_custom_rule",
-    since="0.1.0",
-    profile="core",
 )
 def test_rule_with_state(part, device):
     """A function that counts products saves all but the second, in forward and recomputation."""
@@ -215,11 +198,8 @@ def _make_contexts(context_fn, ops):
 
 @requirement(
     "SP-018",
-    level="MUST",
-    text="A `functools.partial` MUST be accepted as `context_fn`.",
+    "A `functools.partial` MUST be accepted as `context_fn`.",
     source="test_compile_selective_checkpoint_partial_ctx_fn",
-    since="0.1.0",
-    profile="core",
 )
 def test_partial_context_fn(part, device):
     """A partial of a function that makes the contexts is traced."""
@@ -237,11 +217,8 @@ def test_partial_context_fn(part, device):
 
 @requirement(
     "SP-019",
-    level="MUST",
-    text="Operators between saved ones MUST be recomputed, and the saved ones MUST NOT be.",
+    "Operators between saved ones MUST be recomputed, and the saved ones MUST NOT be.",
     source="test_compile_selective_checkpoint_outplace_op",
-    since="0.1.0",
-    profile="core",
 )
 def test_out_of_place_operators(part, device):
     """Saved products and a saved sigmoid are not in backward; operators between them are."""
@@ -262,11 +239,8 @@ def test_out_of_place_operators(part, device):
 
 @requirement(
     "SP-020",
-    level="MUST",
-    text="In-place operators between saved ones MUST NOT change gradients.",
+    "In-place operators between saved ones MUST NOT change gradients.",
     source="test_compile_selective_checkpoint_inplace_op",
-    since="0.1.0",
-    profile="core",
 )
 def test_in_place_operators(part, device):
     """In-place operators between saved ones change nothing."""
@@ -287,14 +261,9 @@ def test_in_place_operators(part, device):
 
 @requirement(
     "SP-021",
-    level="MUST",
-    text=(
-        "A random operator between saved ones MUST use the numbers of forward, with and without "
-        "`preserve_rng_state`."
-    ),
+    "A random operator between saved ones MUST use the numbers of forward, with and without "
+    "`preserve_rng_state`.",
     source="test_compile_selective_checkpoint_random_op",
-    since="0.1.0",
-    profile="core",
 )
 @pytest.mark.parametrize("preserve_rng_state", [True, False])
 def test_random_operator_between_saved_ones(part, device, preserve_rng_state):
@@ -331,14 +300,8 @@ def _not_modes():
 
 @requirement(
     "SP-022",
-    level="MUST",
-    text=(
-        "Contexts that are not dispatch modes MUST be refused under compilation, with torch's "
-        "message."
-    ),
+    "Contexts that are not dispatch modes MUST be refused under compilation, with torch's message.",
     source="test_compile_selective_checkpoint_invalid_context",
-    since="0.1.0",
-    profile="core",
 )
 def test_contexts_that_are_not_modes_are_refused(part, device):
     """Under compilation, contexts have to be dispatch modes; the message says so."""
@@ -379,11 +342,8 @@ class _Inner(nn.Module):
 
 @requirement(
     "SP-027",
-    level="MUST",
-    text="A checkpointed module MUST compile to one graph with eager's result.",
+    "A checkpointed module MUST compile to one graph with eager's result.",
     source="test_distributed_utils_checkpoint_wrapper",
-    since="0.1.0",
-    profile="core",
 )
 def test_wrapped_module_under_compile(part, device):
     """It compiles to one graph with eager's result."""
@@ -396,13 +356,8 @@ def test_wrapped_module_under_compile(part, device):
 
 @requirement(
     "SP-028",
-    level="MUST",
-    text=(
-        "Reading attributes through the wrapper of a checkpointed module MUST NOT break the graph."
-    ),
+    "Reading attributes through the wrapper of a checkpointed module MUST NOT break the graph.",
     source="test_dynamo_does_not_trace_getattr_as_top_frame",
-    since="0.1.0",
-    profile="core",
 )
 def test_attributes_of_a_wrapped_module_do_not_break_the_graph(part, device):
     """Reading attributes through a wrapper does not break the graph."""

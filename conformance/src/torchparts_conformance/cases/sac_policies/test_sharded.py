@@ -58,16 +58,11 @@ def _trains_alike(part: Any, rank: int, world_size: int) -> bool:
 
 @requirement(
     "SP-045",
-    level="MUST",
-    text=(
-        "A region around a module that FSDP shards MUST give the gradients without checkpointing, "
-        "with any policy."
-    ),
+    "A region around a module that FSDP shards MUST give the gradients without checkpointing, "
+    "with any policy.",
     rationale=(
         "pytorch#185178, pytorch#196862; on 2.13 operators of the all-gather shift the saved values"
     ),
-    since="0.1.0",
-    profile="robust",
     devices=("cpu",),
 )
 def test_sharded_blocks_with_everything_saved(part, ranks):

@@ -66,12 +66,9 @@ def _assert_equal_or_raises(part, body, policy, *leaves):
 
 @requirement(
     "SP-030",
-    level="MUST",
-    text="In eager code, a product that a policy saves MUST NOT be run again in backward.",
+    "In eager code, a product that a policy saves MUST NOT be run again in backward.",
     source="torch.utils.checkpoint.create_selective_checkpoint_contexts",
     quote="whether the execution of the op should be recomputed or not",
-    since="0.1.0",
-    profile="core",
 )
 def test_saved_products_are_not_run_again(part, device):
     """With a saved product, backward runs two products."""
@@ -82,11 +79,8 @@ def test_saved_products_are_not_run_again(part, device):
 
 @requirement(
     "SP-031",
-    level="MUST",
-    text="A value with the decision to offload MUST NOT be recomputed instead.",
+    "A value with the decision to offload MUST NOT be recomputed instead.",
     rationale="pytorch#158657; MUST_CPU_OFFLOAD runs the operator again in eager on 2.13",
-    since="0.1.0",
-    profile="robust",
 )
 def test_offload_is_not_recomputing(part, device):
     """An offloaded product is copied back, not recomputed."""
@@ -104,14 +98,9 @@ def test_offload_is_not_recomputing(part, device):
 
 @requirement(
     "SP-032",
-    level="MUST",
-    text=(
-        "A policy that compares operators with packets, and therefore saves nothing, MUST cause a "
-        "warning or an error."
-    ),
+    "A policy that compares operators with packets, and therefore saves nothing, MUST cause a "
+    "warning or an error.",
     rationale="pytorch#176065; reproduced on 2.13",
-    since="0.1.0",
-    profile="robust",
 )
 def test_packets_are_not_silently_ignored(part, device):
     """A policy that compares operators with a packet warns, raises or saves."""
@@ -133,17 +122,12 @@ def test_packets_are_not_silently_ignored(part, device):
 
 @requirement(
     "SP-033",
-    level="MUST",
-    text=(
-        "If a later operator of the region overwrites a saved value, gradients MUST be those "
-        "without checkpointing, or an error MUST be raised."
-    ),
+    "If a later operator of the region overwrites a saved value, gradients MUST be those without "
+    "checkpointing, or an error MUST be raised.",
     rationale=(
         "pytorch#113737, pytorch#119590; silently wrong by 1.04 on 2.13 with "
         "allow_cache_entry_mutation"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 def test_saved_value_overwritten_in_the_region(part, device):
     """selu_ overwrites a saved product."""
@@ -157,14 +141,9 @@ def test_saved_value_overwritten_in_the_region(part, device):
 
 @requirement(
     "SP-034",
-    level="MUST",
-    text=(
-        "If some random operators are saved, the recomputed ones MUST still give the numbers of "
-        "forward."
-    ),
+    "If some random operators are saved, the recomputed ones MUST still give the numbers of "
+    "forward.",
     rationale="pytorch#121212; gradient wrong by 0.68 on 2.13",
-    since="0.1.0",
-    profile="robust",
 )
 @pytest.mark.parametrize("saved", [0, 1])
 def test_random_operators_partly_saved(part, device, saved):
@@ -194,11 +173,8 @@ def test_random_operators_partly_saved(part, device, saved):
 
 @requirement(
     "SP-035",
-    level="MUST",
-    text="A second backward over a retained graph MUST give the same gradients.",
+    "A second backward over a retained graph MUST give the same gradients.",
     rationale="raises on 2.13: trying to backward an extra time",
-    since="0.1.0",
-    profile="robust",
 )
 def test_second_backward_over_a_retained_graph(part, device):
     """A second backward gives the same gradients."""
@@ -210,11 +186,8 @@ def test_second_backward_over_a_retained_graph(part, device):
 
 @requirement(
     "SP-036",
-    level="MUST",
-    text="A double backward through a region with saved values MUST give exact second derivatives.",
+    "A double backward through a region with saved values MUST give exact second derivatives.",
     rationale="raises on 2.13: trying to backward an extra time",
-    since="0.1.0",
-    profile="robust",
 )
 def test_double_backward(part, device):
     """Second derivatives are those of the plain function."""
@@ -235,14 +208,9 @@ def _alive(shape):
 
 @requirement(
     "SP-038",
-    level="SHOULD",
-    text=(
-        "The saved tensors of a region SHOULD be freed at the end of its backward, also if "
-        "backward did not read them."
-    ),
+    "The saved tensors of a region SHOULD be freed at the end of its backward, also if backward "
+    "did not read them.",
     rationale="otherwise unused memory is missing in the next step",
-    since="0.1.0",
-    profile="robust",
 )
 def test_nothing_stays_cached_after_backward(part, device):
     """A saved value that backward never reads is freed at the end of backward."""
@@ -258,11 +226,8 @@ def test_nothing_stays_cached_after_backward(part, device):
 
 @requirement(
     "SP-039",
-    level="MUST",
-    text="Values that a policy saves MUST pass through saved-tensor hooks around the region.",
+    "Values that a policy saves MUST pass through saved-tensor hooks around the region.",
     rationale="pytorch#190581, pytorch#191205; hooks see only region inputs on 2.13",
-    since="0.1.0",
-    profile="robust",
 )
 def test_saved_values_pass_through_hooks(part, device):
     """Hooks around the region see the saved product, not only the inputs."""
@@ -281,11 +246,8 @@ def test_saved_values_pass_through_hooks(part, device):
 
 @requirement(
     "SP-041",
-    level="SHOULD",
-    text="Recomputing an outer region SHOULD NOT recompute values that an inner region saved.",
+    "Recomputing an outer region SHOULD NOT recompute values that an inner region saved.",
     rationale="pytorch#136433; 5 products instead of 4 on 2.13",
-    since="0.1.0",
-    profile="robust",
 )
 def test_outer_region_does_not_recompute_saved_inner_values(part, device):
     """Four products in backward: two gradients for each; the inner one is not recomputed."""
@@ -348,14 +310,9 @@ class _Custom(nn.Module):
 
 @requirement(
     "SP-042",
-    level="MUST",
-    text=(
-        "In eager code, gradients MUST be bitwise those without checkpointing, whichever operators "
-        "of a region are saved."
-    ),
+    "In eager code, gradients MUST be bitwise those without checkpointing, whichever operators of"
+    " a region are saved.",
     rationale="the promise of checkpointing",
-    since="0.1.0",
-    profile="robust",
 )
 @pytest.mark.parametrize("make", [_Mixture, _Convolution, _Custom])
 @pytest.mark.parametrize("every", [1, 2, 3])
@@ -385,14 +342,9 @@ def test_any_part_of_the_operators_saved(part, device, make, every):
 
 @requirement(
     "SP-043",
-    level="MUST",
-    text=(
-        "If a policy function returns neither a CheckpointPolicy nor a bool, an error that names "
-        "the operator MUST be raised."
-    ),
+    "If a policy function returns neither a CheckpointPolicy nor a bool, an error that names the "
+    "operator MUST be raised.",
     rationale="None silently means recompute on 2.13",
-    since="0.1.0",
-    profile="robust",
 )
 def test_policy_that_returns_none_is_refused(part, device):
     """A policy that returns None raises an error that names the operator."""
@@ -403,16 +355,11 @@ def test_policy_that_returns_none_is_refused(part, device):
 
 @requirement(
     "SP-046",
-    level="MUST",
-    text=(
-        "If both a tensor and its view are saved and one is written to, gradients MUST be those "
-        "without checkpointing, or an error MUST be raised."
-    ),
+    "If both a tensor and its view are saved and one is written to, gradients MUST be those "
+    "without checkpointing, or an error MUST be raised.",
     rationale=(
         "pytorch#113737, pytorch#119590; on 2.13 a saved view no longer shares memory with its base"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 @pytest.mark.parametrize("through", [True, False])
 def test_saved_view_of_a_written_tensor(part, device, through):
@@ -430,11 +377,8 @@ def test_saved_view_of_a_written_tensor(part, device, through):
 
 @requirement(
     "SP-044",
-    level="MUST",
-    text="Two backwards over disjoint outputs of a region MUST both work.",
+    "Two backwards over disjoint outputs of a region MUST both work.",
     rationale="raises on 2.13; works without a policy",
-    since="0.1.0",
-    profile="robust",
 )
 def test_backwards_over_disjoint_outputs(part, device):
     """Each of two outputs can be differentiated separately."""

@@ -45,18 +45,12 @@ def nothing(ctx, op, *args, **kwargs):
 
 @requirement(
     "SP-157",
-    level="MUST",
-    text=(
-        "State outside a region that the region writes, such as running averages and buffers, MUST "
-        "have its forward value in recomputation, with gradients bitwise those without "
-        "checkpointing."
-    ),
+    "State outside a region that the region writes, such as running averages and buffers, MUST "
+    "have its forward value in recomputation, with gradients bitwise those without checkpointing.",
     rationale=(
         "a codebook, a centre or a spectral norm advances in forward, so recomputation computes "
         "other values; reproduced with torch's checkpoint: gradients were silently wrong by 100 %"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 @pytest.mark.parametrize("policy", [nothing, [aten.mm.default]], ids=["nothing", "products"])
 @pytest.mark.parametrize("make", [Average, batch_norm])
@@ -93,18 +87,13 @@ def norms(ctx, op, *args, **kwargs):
 
 @requirement(
     "SP-215",
-    level="MUST",
-    text=(
-        "If a region reads the running statistics of a batch norm after it, recomputation MUST "
-        "read the same values as forward, also if the policy saves the norm's output and another "
-        "forward has advanced the statistics, with gradients bitwise those without checkpointing."
-    ),
+    "If a region reads the running statistics of a batch norm after it, recomputation MUST read "
+    "the same values as forward, also if the policy saves the norm's output and another forward "
+    "has advanced the statistics, with gradients bitwise those without checkpointing.",
     rationale=(
-        "a saved norm is not recomputed, so its running statistics need to be restored separately; "
-        "without that gradients were silently wrong"
+        "a saved norm is not recomputed, so its running statistics need to be restored "
+        "separately; without that gradients were silently wrong"
     ),
-    since="0.1.0",
-    profile="robust",
 )
 @pytest.mark.parametrize("forwards", [1, 2])
 @pytest.mark.parametrize("policy", [nothing, norms])

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,8 +30,9 @@ from .._torch_compat import fsdp_module_class, pass_over_frames, splits_backward
 from ..buffers._dtensors import local_of, place_of_dtensor
 from ..comm._comm import CommCount
 from ..comm._groups import spread_of
+from .tensor._callers import PIPELINES
 from .tensor._param_piece import JoinedPieces, piece_of
-from .tensor._piece_tensors import plain, zero_bubble
+from .tensor._piece_tensors import plain
 from .tensor._reductions import Part, PieceNorm, norms_of_pieces
 from .unit._by_hand import (
     UnshardHandle,
@@ -144,7 +144,13 @@ class ShardedModule(nn.Module):
             With `async_op`, a handle whose `wait()` shows the parameters; None otherwise.
         """
         is_async = checked_flag(async_op, "unshard")
-        _refuse_zero_bubble(sys._getframe(1))
+        pipeline = PIPELINES.frame()
+        if pipeline and splits_backward(pipeline.f_locals.get("self")):
+            raise StateError(
+                "flat_param.fully_shard: a zero-bubble pipeline computes the gradients of "
+                "parameters apart from those of inputs, but sharded gradients are reduced in whole "
+                "backwards. Use GPipe, 1F1B or Interleaved1F1B."
+            )
         handle = begin_unshard(self._flat_param)
         if not is_async:
             handle.wait()
@@ -202,10 +208,9 @@ class ShardedModule(nn.Module):
         self._flat_param.unshards_in_backward = unshards
 
     def _get_fsdp_state(self) -> NoReturn:
-        name = sys._getframe(1).f_code.co_name
         raise StateError(
-            f"flat_param.{name}: a method of FSDP2's modules that {type(self).__name__} does not "
-            "have. See ShardedModule for its methods, or use torch.distributed.fsdp.fully_shard."
+            f"flat_param.fully_shard: {type(self).__name__} does not have this method of FSDP2's "
+            "modules. See ShardedModule for its methods, or use torch.distributed.fsdp.fully_shard."
         )
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -470,13 +475,6 @@ def _joint_norm(grads: Sequence[tuple[Part | None, Tensor]], order: float) -> Te
     local = norms_of_pieces(tensors, [None] * len(tensors), order)
     stacked = torch.stack([norm.to(device, wide) for norm in local])
     return PieceNorm.of(stacked, [(part, 1) for part in parts], order).combined()
-
-
-def _refuse_zero_bubble(frame: Any) -> None:
-    """Refuse a pipeline that splits backwards, on every rank, when it unshards its stages."""
-    is_pipeline = frame.f_globals.get("__name__") == "torch.distributed.pipelining.schedules"
-    if is_pipeline and splits_backward(frame.f_locals.get("self")):
-        raise zero_bubble()
 
 
 def checked_flag(value: object, function: str) -> bool:

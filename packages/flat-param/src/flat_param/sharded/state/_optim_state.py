@@ -17,8 +17,7 @@ made before is cut there.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,11 +29,10 @@ from ..._errors import StateError
 from ..._torch_compat import without_torch_function
 from ...buffers._dtensors import is_dtensor
 from ...buffers._views import memory_order
+from ..tensor._callers import SAVERS
 from ..tensor._nested import tensors_in
 from ..tensor._param_piece import ParamPiece, piece_of
 from ..tensor._piece_tensors import Piece, as_piece, plain
-
-_LIBRARIES = ("torch.", "accelerate.", "transformers.", "peft.")
 
 _SAVE_STATE = (
     "Call flat_param.save_sharded on every rank, and load_sharded to resume, or use accelerate's "
@@ -85,13 +83,13 @@ def _mark_settled(optimizer: Optimizer) -> None:
 
 
 def _present_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    params = list(params_of(optimizer))
+    params = params_of(optimizer)
     sharded = [param for param in params if piece_of(param) is not None]
     if not sharded:
         return state
     pieces = list(map(piece_of, sharded))
     if any(piece.is_cut for piece in pieces if piece is not None):
-        refuse_one_rank(sys._getframe(1))
+        refuse_one_rank()
     like = next((param for param in sharded if optimizer.state.get(param)), None)
     presented: dict[Any, Any] = {}
     for key, param in zip(_keys_of(state), params, strict=True):
@@ -103,33 +101,20 @@ def _present_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any
     return {**state, "state": presented}
 
 
-_FILES_OF_ONE_RANK = {
-    ("accelerate.checkpointing", "save_accelerator_state"): _SAVE_STATE,
-    ("accelerate.accelerator", "save_state"): _SAVE_STATE,
-    ("accelerate.accelerator", "get_state_dict"): "Call flat_param.full_state_dict on every rank",
-    ("transformers.modeling_utils", "save_pretrained"): _SAVE_PRETRAINED,
-    ("peft.peft_model", "save_pretrained"): _SAVE_PRETRAINED,
-}
-"""Functions of other libraries that write, on one rank, what a state dict has."""
-
-
-def refuse_one_rank(frame: Any) -> None:
-    """Refuse a state dict of shards to a function that would write those of one rank.
-
-    Args:
-        frame: of the function that called for the state dict, or of one that it called.
-    """
-    while frame is not None:
-        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if module.startswith("torch.distributed") or not module.startswith(_LIBRARIES):
-            return  # a call on all ranks, or of the user
-        instead = _FILES_OF_ONE_RANK.get((module, name))
-        if instead is not None:
-            raise StateError(
-                f"flat_param.state_dict: {name}() of another library would write the shards of "
-                f"one rank. {instead}."
-            )
-        frame = frame.f_back
+def refuse_one_rank() -> None:
+    """Refuse a state dict of shards to a function that would write those of one rank."""
+    saver = SAVERS.frame()
+    if saver is None:
+        return
+    name = saver.f_code.co_name
+    if name == "get_state_dict":
+        instead = "Call flat_param.full_state_dict on every rank"
+    else:
+        instead = _SAVE_PRETRAINED if name == "save_pretrained" else _SAVE_STATE
+    raise StateError(
+        f"flat_param.state_dict: {name}() of another library would write the shards of one rank. "
+        f"{instead}."
+    )
 
 
 def _empty_state(param: Tensor, like: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,7 +190,7 @@ def _present(
 
 
 def _take_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    params, keys = list(params_of(optimizer)), _keys_of(state)
+    params, keys = params_of(optimizer), _keys_of(state)
     if len(keys) != len(params) or all(piece_of(param) is None for param in params):
         return state  # torch reports a different number of parameters
     taken = dict(state["state"])
@@ -251,9 +236,9 @@ def _take(key: str, value: Any, param: Tensor, piece: ParamPiece, now: Any) -> A
     return value
 
 
-def params_of(optimizer: Optimizer) -> Iterator[Any]:
-    """Return the optimizer's parameters, in order."""
-    return (param for group in optimizer.param_groups for param in group["params"])
+def params_of(optimizer: Optimizer) -> list[Any]:
+    """The optimizer's parameters, in order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _keys_of(state: Mapping[str, Any]) -> list[Any]:

@@ -6,7 +6,6 @@ sharded parameters.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -37,7 +36,7 @@ def install_module_hooks(module: nn.Module, unit: Unit) -> None:
 def _before(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if unit.copies is None:
         if unit.comms.gather.world_size > 1:
-            refuse_one_rank(sys._getframe(1))
+            refuse_one_rank()
         put_to_rest(unit, "state_dict")
 
 

@@ -18,7 +18,6 @@ If this rank has all elements, everything runs on them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from math import prod
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from ..._errors import FlatParamError, ParameterError, StateError
 from ..._torch_compat import allow_foreach, without_torch_function
 from ...buffers._views import memory_order
+from ._callers import COLLECTIVES, INITIALISERS, LOOKING_FOR_DTENSORS, OPTIMIZERS, SCALERS
 from ._param_piece import PIECE, JoinedPieces, ParamPiece, piece_of
 from ._piece_functions import ALONG_ROWS, ELEMENTWISE_FUNCTIONS, FILLS, JOINS, NORMS, QUESTIONS
 from ._reductions import (
@@ -50,13 +50,7 @@ _TENSOR: Any = Tensor
 _VIEWS = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
 _SHAPES = {getattr(_TENSOR, name).__get__ for name in ("shape", "ndim")}
 _IS_LEAF = _TENSOR.is_leaf.__get__
-_OF_WHOLE = (
-    *("reset_parameters", "_reset_parameters", "init_weights", "_init_weights"),
-    "create_default_local_load_plan",
-)
-"""Functions that see the shape of the whole tensor."""
 _WHOLE_SHAPE = ("size", "dim", "ndimension", "numel", "nelement")
-_GROUPS = ("torch.distributed.distributed_c10d", "torch.distributed.utils")
 
 
 def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,44 +74,33 @@ def _get(func: Any, args: Any) -> Any:
         found = func(*args)
     if func in _VIEWS:
         return _marked(found, args[0])
-    if func in _SHAPES and not torch.compiler.is_compiling() and _asks_for_whole(sys._getframe(2)):
+    if func in _SHAPES and INITIALISERS.frame():
         whole = _shape_for_init(args[0])
         return found if whole is None else whole if func != _NDIM else len(whole)
-    if func == _IS_LEAF and not torch.compiler.is_compiling():
-        _follow_optimizer(sys._getframe(2))
-    return found
-
-
-def _follow_optimizer(frame: Any) -> None:
-    """Have an optimizer's state dicts followed as soon as it takes a piece.
-
-    Some optimizers make their state at construction, so the first step would be too late.
-    """
-    if frame.f_code.co_name == "add_param_group":
+    if func == _IS_LEAF and (taking := OPTIMIZERS.frame()):
         # By name: that module imports this one.
         state: Any = import_module("flat_param.sharded.state._optim_state")
-        state.follow(frame.f_locals.get("self"))
+        state.follow(taking.f_locals["self"])
+    return found
 
 
 _NDIM = _TENSOR.ndim.__get__
 
 
 def _question(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    if not torch.compiler.is_compiling():
-        frame = sys._getframe(2)
-        if name in _WHOLE_SHAPE and _asks_for_whole(frame):
-            whole = _shape_for_init(args[0])
-            if whole is not None:
-                answers = {"size": whole, "numel": prod(whole), "nelement": prod(whole)}
-                found = answers.get(name, len(whole))
-                dims = (*args[1:], *kwargs.values())
-                return whole[dims[0]] if name == "size" and dims else found
-        if name in ("detach", "is_complex") and frame.f_globals.get("__name__") in _GROUPS:
-            raise _refused("a collective", args, kwargs)
-        if name in ("numel", "nelement") and Trial.is_on:
-            Trial.called.add("numel")
-        if name == "__repr__":
-            return _text(args[0])
+    if name in _WHOLE_SHAPE and INITIALISERS.frame():
+        whole = _shape_for_init(args[0])
+        if whole is not None:
+            answers = {"size": whole, "numel": prod(whole), "nelement": prod(whole)}
+            found = answers.get(name, len(whole))
+            dims = (*args[1:], *kwargs.values())
+            return whole[dims[0]] if name == "size" and dims else found
+    if name in ("detach", "is_complex") and COLLECTIVES.frame():
+        raise _refused("a collective", args, kwargs)
+    if name in ("numel", "nelement") and Trial.is_on:
+        Trial.called.add("numel")
+    if name == "__repr__" and not torch.compiler.is_compiling():
+        return _text(args[0])
     with without_torch_function():
         found = func(*args, **kwargs)
     if name == "data_ptr" and not found:
@@ -133,11 +116,6 @@ def _text(tensor: Tensor) -> str:
     return f"{what}{where})"
 
 
-def _asks_for_whole(frame: Any) -> bool:
-    """Whether code that initialises or loads whole tensors reads a shape."""
-    return frame.f_globals.get("__name__") == "torch.nn.init" or frame.f_code.co_name in _OF_WHOLE
-
-
 def _shape_for_init(tensor: Tensor) -> torch.Size | None:
     piece = piece_of(tensor)
     return torch.Size(piece.shape) if isinstance(piece, ParamPiece) else None
@@ -147,12 +125,11 @@ def _elementwise(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     first = args[0] if args else None
     if name == "copy_" and isinstance(first, (Piece, PieceParameter)) and len(args) > 1:
         args = (first, _cut_source(first, args[1]), *args[2:])
-    elif name == "view_as" and not torch.compiler.is_compiling():
-        frame = sys._getframe(2)
-        if not isinstance(args[1], (Piece, PieceParameter)) and _asks_for_whole(frame):
+    elif name in ("view_as", "expand_as") and not torch.compiler.is_compiling():
+        if args[1] is first and torch.is_grad_enabled() and isinstance(first, PieceParameter):
+            raise _not_in_graphs(name, piece_of(first))
+        if not isinstance(args[1], (Piece, PieceParameter)) and INITIALISERS.frame():
             return first  # orthogonal_ copies the whole tensor into this view
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.pipelining"):
-            raise zero_bubble()
     try:
         with without_torch_function():
             found = func(*args, **kwargs)
@@ -177,13 +154,9 @@ def _cut_source(target: Tensor, source: Any) -> Any:
         return source
     with without_torch_function():
         is_whole = tuple(source.shape) == piece.shape
-        if not is_whole and source.numel() == prod(piece.shape) and _is_init():
+        if not is_whole and source.numel() == prod(piece.shape) and INITIALISERS.frame():
             source, is_whole = source.reshape(piece.shape), True
         return piece.cut(source.detach(), target.detach()) if is_whole else source
-
-
-def _is_init() -> bool:
-    return not torch.compiler.is_compiling() and _asks_for_whole(sys._getframe(4))
 
 
 def _explain(name: str, args: Any, kwargs: Any, error: Exception) -> None:
@@ -290,9 +263,8 @@ def _of_lists(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return [_marked(one, *row, name=name) for one, row in zip(found, rows, strict=True)]
     searches = name == "_amp_foreach_non_finite_check_and_unscale_" and not Trial.is_on
     pieces = [piece for piece in map(piece_of, args[0]) if piece is not None] if searches else []
-    optimizer = sys._getframe(2).f_locals.get("optimizer") if searches else None
-    if optimizer is not None and any(piece.may_miss_ranks for piece in pieces):
-        check_all_ranks_search(optimizer)
+    if pieces and (scaler := SCALERS.frame()):
+        check_all_ranks_search(scaler.f_locals["optimizer"], args[0][0].dtype)
     with without_torch_function():
         found = func(*args, **kwargs)
         if searches:
@@ -315,7 +287,7 @@ def _other(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return _draw(name, func, args, kwargs)
     if name in JOINS:
         return _join(func, args, kwargs)
-    if name == "any" and not torch.compiler.is_compiling() and _asks_for_whole(sys._getframe(2)):
+    if name == "any" and INITIALISERS.frame():
         (tensor, piece), *_ = _all_pieces_in(args)
         return any_of_initialised(piece, plain(tensor))  # trunc_normal_ draws again until none is
     pieces = list(_pieces_in((*args, *kwargs.values())))
@@ -467,15 +439,8 @@ class Piece(Tensor):
         return stored.__reduce_ex__(protocol)
 
 
-_LOOK_FOR_DTENSORS = (
-    "lightning.fabric.strategies.model_parallel",
-    "lightning_fabric.strategies.model_parallel",
-)
-"""Modules that take a model for sharded only if a parameter is a DTensor, and use state dicts."""
-
-
 def _class_of(param: PieceParameter) -> type:
-    if sys._getframe(1).f_globals.get("__name__") in _LOOK_FOR_DTENSORS:
+    if LOOKING_FOR_DTENSORS.frame():
         from torch.distributed.tensor import DTensor
 
         return DTensor
@@ -597,12 +562,16 @@ def outside_unit(piece: ParamPiece, where: str) -> StateError:
     )
 
 
-def zero_bubble() -> StateError:
-    """The error of pipelines whose backwards are in two parts."""
+def _not_in_graphs(name: str, piece: Any) -> StateError:
+    """The error for code that looks for a parameter's node in autograd's graph.
+
+    So do zero-bubble pipelines, and optimizers that step in backward.
+    """
     return StateError(
-        "flat_param.fully_shard: a zero-bubble pipeline computes the gradients of parameters apart "
-        "from those of inputs, but sharded gradients are reduced in whole backwards. Use GPipe, "
-        "1F1B or Interleaved1F1B."
+        f"flat_param.fully_shard: {name} was called with parameter {piece.label} and itself, as "
+        "code does that looks for its node in the graph, but only unsharded parameters are in "
+        "graphs. Use register_post_accumulate_grad_hook, and of torch's pipelines GPipe, 1F1B or "
+        "Interleaved1F1B."
     )
 
 

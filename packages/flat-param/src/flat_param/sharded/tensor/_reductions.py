@@ -205,27 +205,32 @@ def found_inf_anywhere(pieces: Sequence[Part], found_inf: Tensor) -> None:
             comm.all_reduce(found_inf, MAX, of_unit=False).wait()
 
 
-def check_all_ranks_search(optimizer: Any) -> None:
+def check_all_ranks_search(optimizer: Any, dtype: torch.dtype) -> None:
     """Refuse a scaler's search for infinities in which a rank without gradients takes no part.
 
+    Ranks have agreed on the parameters that any of them has used, so all others raise at once.
+
     Raises:
-        StateError: a rank has no elements of any parameter of some dtype, so torch's `GradScaler`
-            looks at nothing there.
+        StateError: a rank has no gradient of this dtype, so torch's `GradScaler` looks at nothing
+            there.
     """
     searching: dict[Any, set[int]] = {}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    pieces = [(piece_of(param), param) for param in params if param.requires_grad]
-    for piece, param in pieces:
-        if piece is not None:
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        piece = piece_of(param)
+        if piece is None or param.dtype != dtype:
+            continue
+        has_grad = piece.has_grad_elsewhere if piece.skips else param.grad is not None
+        piece.has_grad_elsewhere = False
+        if has_grad:
             spans = enumerate(piece.ranges())
             ranks = {at for at, (a, b) in spans if a < b or not piece.leaves_ranks_out}
-            searching.setdefault((piece.comm.group, param.dtype), set()).update(ranks)
-    for (group, dtype), found in searching.items():
+            searching.setdefault(piece.comm.group, set()).update(ranks)
+    for group, found in searching.items():
         missing = set(range(1 if group is None else dist.get_world_size(group))) - found
         if missing:
             raise StateError(
                 "flat_param.fully_shard: a GradScaler looks for infinite gradients on all ranks, "
-                f"but rank {min(missing)} has no element of the optimizer's {dtype} parameters, "
+                f"but rank {min(missing)} has no gradient of the optimizer's {dtype} parameters, "
                 "since boundary= keeps tensors or rows on one rank. Shard over fewer ranks or "
                 "with boundary='element', or train in bfloat16, which needs no scaler."
             )

@@ -408,7 +408,8 @@ class ShardedSegment:
             copy.synchronize()
         used = [index for index, flag in enumerate(used_anywhere) if flag]
         for index in used:
-            self.pieces[index].is_stepped |= self.pieces[index].skips
+            if self.pieces[index].skips:
+                self.pieces[index].is_stepped = self.pieces[index].has_grad_elsewhere = True
         taken = [index for index in used if not self.pieces[index].skips]
         params = [self.held.params[index] for index in taken]
         pieces = [self.pieces[index] for index in taken]

@@ -1,0 +1,92 @@
+"""Code of torch and of other libraries that gets another answer than user code.
+
+It is recognised by the names of its modules and functions. Code whose names have changed gets the
+answer of user code.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import torch
+
+
+class Callers:
+    """Functions that ask the same question.
+
+    Args:
+        asks: what they do.
+        why: why no hook of torch or of their library serves.
+        who: their full names; `*` is any module or any function.
+        through: prefixes of modules whose functions may be between them and this package.
+    """
+
+    def __init__(self, asks: str, why: str, *who: str, through: tuple[str, ...] = ()) -> None:
+        self.asks, self.why, self.who, self.through = asks, why, frozenset(who), through
+
+    def frame(self) -> FrameType | None:
+        """The frame of one of them, if it has called this package. None in compiled code."""
+        frame: FrameType | None = None if torch.compiler.is_compiling() else sys._getframe(1)
+        is_inside = True
+        while frame is not None:
+            module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+            is_inside = is_inside and module.startswith("flat_param.")
+            if not is_inside:
+                if not self.who.isdisjoint((f"{module}.{name}", f"{module}.*", f"*.{name}")):
+                    return frame
+                # Code of torch.distributed that asks for a state dict runs on all ranks.
+                if not module.startswith(self.through) or module.startswith("torch.distributed"):
+                    return None
+            frame = frame.f_back
+        return None
+
+
+INITIALISERS = Callers(
+    "Read shapes, to compute bounds or to compare them with whole tensors.",
+    "`__torch_function__` has no caller, and other readers of shapes mean the local elements.",
+    "torch.nn.init.*",
+    "torch.distributed.checkpoint.default_planner.create_default_local_load_plan",
+    *("*.reset_parameters", "*._reset_parameters", "*.init_weights", "*._init_weights"),
+)
+
+OPTIMIZERS = Callers(
+    "Take a parameter. Some make their state at construction, so their state dicts are followed.",
+    "Hooks for steps and state dicts exist, none for construction.",
+    "torch.optim.optimizer.add_param_group",
+)
+
+SCALERS = Callers(
+    "Look for infinities. The optimizer's other parameters say which ranks do.",
+    "No hook of an optimizer runs before it, and the function gets gradients only.",
+    "torch.amp.grad_scaler._unscale_grads_",
+    "torch.distributed.fsdp.sharded_grad_scaler._unscale_grads_",
+)
+
+COLLECTIVES = Callers(
+    "Send elements, which are others on each rank.",
+    "Collectives have no `__torch_function__`.",
+    *("torch.distributed.distributed_c10d.*", "torch.distributed.utils.*"),
+)
+
+PIPELINES = Callers(
+    "Unshard a stage. A schedule that splits backwards is refused before anything is sent.",
+    "Later calls come on the ranks of some stages only, and name no schedule.",
+    "torch.distributed.pipelining.schedules.*",
+)
+
+LOOKING_FOR_DTENSORS = Callers(
+    "Take a model for sharded only if a parameter is a DTensor.",
+    "`isinstance` reads only the class.",
+    "lightning.fabric.strategies.model_parallel.*",
+    "lightning_fabric.strategies.model_parallel.*",
+)
+
+SAVERS = Callers(
+    "Write, on one rank, the elements that a state dict has.",
+    "Users save shards in the same way, on every rank.",
+    "accelerate.checkpointing.save_accelerator_state",
+    *("accelerate.accelerator.save_state", "accelerate.accelerator.get_state_dict"),
+    *("transformers.modeling_utils.save_pretrained", "peft.peft_model.save_pretrained"),
+    through=("torch.", "accelerate.", "transformers.", "peft."),
+)
