@@ -387,8 +387,9 @@ def _allocate_like(values: Sequence[Tensor], folder: str | None) -> list[Tensor]
     else:
         pin = torch.accelerator.is_available()
         memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin)
-    parts = memory.split(sizes)
-    return [_view_like(value, part) for value, part in zip(values, parts, strict=True)]
+    pairs = zip(values, memory.split(sizes), strict=True)
+    flat = [(value, part.view(value.dtype)) for value, part in pairs]
+    return [e.as_strided(v.shape, _dense_stride(v), e.storage_offset()) for v, e in flat]
 
 
 def _map_file(folder: str, nbytes: int) -> Tensor:
@@ -416,11 +417,6 @@ def _reserve(handle: int, nbytes: int) -> None:
     zeros = bytes(1 << 20)
     while nbytes > 0:
         nbytes -= os.write(handle, zeros[:nbytes])
-
-
-def _view_like(value: Tensor, memory: Tensor) -> Tensor:
-    flat = memory.view(value.dtype)
-    return flat.as_strided(value.shape, _dense_stride(value), flat.storage_offset())
 
 
 def _dense_stride(value: Tensor) -> tuple[int, ...]:

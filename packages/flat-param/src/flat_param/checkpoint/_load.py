@@ -74,25 +74,19 @@ def load_sharded(
         except FlatParamError as raised:
             error = raised
         except Exception as raised:
-            error = _unfit(source, raised)
+            why = f"{type(raised).__name__}: {str(raised)[:500]}"
+            if isinstance(raised, UnpicklingError):  # torch advises to run the code
+                why = "it has other objects than tensors and plain values, whose code would run"
+            error = CheckpointError(
+                f"flat_param.load_sharded: '{source}' cannot be read ({why}). A file is missing, "
+                "cut short or damaged, or of another model. Load another checkpoint."
+            )
+            error.__cause__ = raised
         if len(world.agree(error, save_id)) > 1:
             raise CheckpointError(
                 f"flat_param.load_sharded: a save to '{source}' replaced the checkpoint while it "
                 "was loaded. Load again when the save is over."
             )
-
-
-def _unfit(source: Path, error: Exception) -> CheckpointError:
-    if isinstance(error, UnpicklingError):  # torch advises to run the code
-        why = "it has other objects than tensors and plain values, whose code would run"
-    else:
-        why = f"{type(error).__name__}: {str(error)[:500]}"
-    raised = CheckpointError(
-        f"flat_param.load_sharded: '{source}' cannot be read ({why}). A file is missing, cut short "
-        "or damaged, or of another model. Load another checkpoint."
-    )
-    raised.__cause__ = error
-    return raised
 
 
 # torch.distributed.checkpoint.

@@ -173,9 +173,6 @@ class Communicator:
         if group is not None:
             dropped_at_exit(self, "group")
 
-    def __deepcopy__(self, memo: object) -> Communicator:
-        return self  # gradients have it as an attribute
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise CommError(
             "flat_param.fully_shard: a gradient of a sharded module cannot be pickled with the "

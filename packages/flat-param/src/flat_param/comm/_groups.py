@@ -129,12 +129,6 @@ class MeshGroups:
         groups = (world,) if is_world else filter(None, (shard, replicate))
         return cls(shard, replicate, tuple(Communicator(each, log=CommLog()) for each in groups))
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks that have a part or a copy of this rank's parameters."""
-        groups = filter(None, (self.shard, self.replicate))
-        return tuple(sorted({r for each in groups for r in dist.get_process_group_ranks(each)}))
-
     def comms(self, *, log: CommLog) -> CommGroups:
         """The process groups of a unit. Collective: every rank of the world calls it."""
         shard, copies = self.shard, self.replicate

@@ -249,7 +249,9 @@ def _plan_unit(
     places = {name: str(place_of_dtensor(param)) for name, param in named}
     settings["DTensors"] = {name: where for name, where in places.items() if where != "None"}
     check_init(module, init_fn=init_fn, ignored=ignored)
-    check_places(named, groups.ranks, me=dist.get_rank())
+    process_groups = [each for each in (groups.shard, groups.replicate) if each is not None]
+    ranks = [rank for each in process_groups for rank in dist.get_process_group_ranks(each)]
+    check_places(named, ranks, me=dist.get_rank())
     planned = _UnitPlan(modules, module, options, place, specs, segments, inner, ignored)
     return planned, describe(specs, settings)
 

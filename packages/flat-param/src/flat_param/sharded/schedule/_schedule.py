@@ -209,16 +209,14 @@ class Schedule:
         else:
             unit.reshard()
             self.was_freed(unit)
-        if not forward.units:
-            self._end_forward(forward)
-
-    def _end_forward(self, forward: ForwardPass) -> None:
-        for unit in {*self._last_order, *forward.ahead} - set(forward.order):
-            if not unit.is_by_hand:
-                unit.reshard()  # prefetched, and not used this time
-        for unit in forward.incomplete:
-            unit.reshard()
-            self.was_freed(unit)
+        if forward.units:
+            return
+        for each in {*self._last_order, *forward.ahead} - set(forward.order):
+            if not each.is_by_hand:
+                each.reshard()  # prefetched, and not used this time
+        for each in forward.incomplete:
+            each.reshard()
+            self.was_freed(each)
         self._last_order = forward.order
         self.current.forward = None
 

@@ -53,7 +53,6 @@ def _over(name: str, piece: Part, value: Tensor, op: Any, comms: Sequence[Commun
     if not comms:
         return value
     sent = value.to(piece.device, torch.uint8 if value.dtype == torch.bool else value.dtype)
-    sent = torch.view_as_real(sent) if sent.is_complex() else sent
     sent = sent.clone(memory_format=torch.contiguous_format)
     for comm in comms:
         try:
@@ -63,8 +62,7 @@ def _over(name: str, piece: Part, value: Tensor, op: Any, comms: Sequence[Commun
                 f"flat_param.fully_shard: {name} of parameter {piece.label} is computed over all "
                 f"ranks that have elements of it. Call it on every rank. ({error})"
             ) from error
-    found = torch.view_as_complex(sent) if value.is_complex() else sent
-    return found.to(value.device, value.dtype)
+    return sent.to(value.device, value.dtype)
 
 
 def comms_of(name: str, piece: Part) -> list[Communicator]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +56,6 @@ from ...layout._options import UnitOptions, compute_dtype, reduction_dtype
 from ...layout._shard import plan_shard
 from ..tensor._param_piece import ParamPiece, PieceSegment
 from ..tensor._piece_tensors import as_piece, be_piece
-
-if TYPE_CHECKING:
-    from ._unit import Unit
 
 
 class ShardedSegment:
@@ -119,7 +116,7 @@ class ShardedSegment:
         self.shard = torch.zeros(numel, dtype=dtype, device=home, pin_memory=self.pins(home))
         self.held = self._move_into_shard(params)
         self._mark_params()
-        self.unit: Callable[[], Unit | None] = lambda: None
+        self.unit: Callable[[], Any] = lambda: None
         self._users: list[torch.Stream] = []  # streams that read the full buffer
         self._is_captured = False  # whether they do so in a graph
         self._copy: SideWork | None = None
@@ -328,7 +325,7 @@ class ShardedSegment:
         if buffer is not None:
             pool.release(buffer)
 
-    def start_reduce(self, unit: Unit, pool: BufferPool) -> tuple[Pending, Callable[[], Pending]]:
+    def start_reduce(self, unit: Any, pool: BufferPool) -> tuple[Pending, Callable[[], Pending]]:
         """Begin to reduce the gradients of all ranks into this rank's shard. Collective.
 
         Args:
@@ -366,7 +363,7 @@ class ShardedSegment:
             row[: stop - start].copy_(full[start:stop])
         return staged.view(-1)
 
-    def _start_sum(self, unit: Unit, factor: float) -> Pending:
+    def _start_sum(self, unit: Any, factor: float) -> Pending:
         """Begin to reduce this rank's sum over replicas. Collective."""
         comm, reduced = self.comms.replicate, self._reduced
         if reduced is None:
@@ -382,7 +379,7 @@ class ShardedSegment:
         pending.home = self._home
         return pending.then(partial(self._after_sum, unit, factor))
 
-    def _after_sum(self, unit: Unit, factor: float) -> None:
+    def _after_sum(self, unit: Any, factor: float) -> None:
         reduced, shard = self._reduced, self.shard
         if reduced is None:
             return
