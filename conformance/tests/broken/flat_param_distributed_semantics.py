@@ -60,7 +60,7 @@ def _twice(output):
     return output + (output - output.detach())
 
 
-@mutant("FP-173 FP-193")
+@mutant("FP-173")
 def second_forward_is_not_trained(part):
     """Handles a forward before the previous backward as an evaluation."""
     waits = set()
