@@ -19,7 +19,7 @@ ONE = """
     "It MUST work.",
     source="test_fqn",
 )
-def test_one(part):
+def test_one(part, device):
     {body}
 """
 TWO = """
@@ -27,7 +27,6 @@ TWO = """
     "CW-002",
     "It SHOULD hold.",
     rationale="people rely on it",
-    devices=("cpu",),
 )
 def test_two(part):
     {body}
@@ -38,7 +37,6 @@ THREE = """
     "It MUST change nothing.",
     rationale="names matter",
     profile="in-place",
-    devices=("cpu",),
 )
 def test_three(part):
     {body}

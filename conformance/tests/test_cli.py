@@ -106,7 +106,7 @@ def test_doctor_of_another_torch_is_exit_code_1(tmp_path, monkeypatch, capsys):
 def test_badge_is_written_from_a_report(suite, stored, tmp_path):
     assert _cli.main(["badge", str(stored()), "--out", str(tmp_path / "out")]) == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"badge-ckpt-wrap.json", "badge-ckpt-wrap.svg"}
+    assert names == {"badge-ckpt-wrap.svg"}
 
 
 def test_trace_leads_from_every_source_test_to_cases(capsys):
@@ -133,7 +133,10 @@ def test_help_shows_how_to_write_an_adapter(tmp_path, monkeypatch, capsys):
         (["run", "--impl", "torch", "--explain", "MT-999"], "--explain 'MT-999' is unknown"),
         (["run", "--jobs", "0", "--impl", "torch"], "--jobs is 0"),
         (["run", "--case-limit", "x"], "invalid float value: 'x'"),
-        (["verify", "none.json"], "report 'none.json' cannot be read: No such file"),
+        (
+            ["verify", "none.json", "--impl", "x:y"],
+            "report 'none.json' cannot be read: No such file",
+        ),
         (["nothing"], "invalid choice: 'nothing'"),
     ],
 )

@@ -7,7 +7,6 @@ conformant. Grey: no requirement was judged.
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ _PADDING_PX = 10
 
 @dataclass(frozen=True)
 class Badge:
-    """Text and colour of a badge, with the field names of shields.io."""
+    """Text and colour of a badge."""
 
     area: str
     label: str
@@ -65,19 +64,6 @@ def _color(judged: list[Mapping[str, Any]]) -> str:
     if words <= {"no device"}:
         return "lightgrey"
     return "brightgreen" if words == {"conformant"} else "red"
-
-
-def to_shields(badge: Badge) -> str:
-    """Write the JSON for a shields.io endpoint badge."""
-    content = {
-        "schemaVersion": 1,
-        "label": badge.label,
-        "message": badge.message,
-        "color": badge.color,
-        "isError": badge.color == "red",
-        "cacheSeconds": 3600,
-    }
-    return json.dumps(content, indent=1) + "\n"
 
 
 def to_svg(badge: Badge) -> str:

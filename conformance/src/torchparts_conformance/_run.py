@@ -312,7 +312,6 @@ def write_all(
 def write_badges(report: Mapping[str, Any], folder: Path) -> None:
     """Write the badges of a report."""
     for badge in _badge.badges(report):
-        _report.write(folder / f"badge-{badge.area}.json", _badge.to_shields(badge))
         _report.write(folder / f"badge-{badge.area}.svg", _badge.to_svg(badge))
 
 

@@ -1,4 +1,4 @@
-"""Check a report against the installed suite, and run a sample of its requirements again.
+"""Run a sample of the requirements of a report again.
 
 A report can be written without running anything. Only another run of the implementation shows
 whether its passes are true.
@@ -7,53 +7,11 @@ whether its passes are true.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torchparts_conformance import _badge, _report
+from torchparts_conformance import _report
 from torchparts_conformance._process import run_cases
-from torchparts_conformance.requirements._areas import CORE
-from torchparts_conformance.requirements._cases import find_cases, function_of, load_registry
-
-
-def problems(report: Mapping[str, Any], badge: str | None = None) -> list[str]:
-    """Return the contradictions between a report, its badge and the installed suite."""
-    found = [*_rows(report), *_claims(report)]
-    if badge is not None:
-        drawn = _badge.badges(report)
-        if badge not in {*map(_badge.to_svg, drawn), *map(_badge.to_shields, drawn)}:
-            found.append("the badge does not match this report")
-    return found
-
-
-def _rows(report: Mapping[str, Any]) -> Iterator[str]:
-    keys = [_report.row_key(row) for row in report["rows"]]
-    if len(keys) != len(set(keys)):
-        yield "a row occurs twice"
-    there = {(id, function_of(case), device) for id, case, device in keys}
-    wanted = set(_wanted(report))
-    yield from (f"row {' '.join(key)} is missing" for key in sorted(wanted - there)[:5])
-    yield from (f"row {' '.join(key)} is not a case" for key in sorted(there - wanted)[:5])
-
-
-def _wanted(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Return requirement, case and device of each row that must be present."""
-    registry, claims = load_registry(), report["claims"]
-    for case in find_cases():
-        for id in case.ids if case.area in claims["areas"] else ():
-            for device in claims["devices"]:
-                if registry[id].is_for(device):
-                    yield id, case.name, device
-
-
-def _claims(report: Mapping[str, Any]) -> Iterator[str]:
-    registry, claims = load_registry(), report["claims"]
-    for row in report["rows"]:
-        if row["outcome"] == "not_claimed":
-            requirement = registry[row["id"]]
-            by_default = {CORE, *claims["capabilities"].get(requirement.area, ())}
-            if requirement.profile in (claims["profiles"] or by_default):
-                yield f"row {row['id']} {row['device']} is of a claimed profile, but not judged"
 
 
 def sample(report: Mapping[str, Any], count: int, seed: int) -> list[str]:

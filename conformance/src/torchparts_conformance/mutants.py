@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchparts_conformance._errors import RegistryError
-from torchparts_conformance.requirements._areas import AREAS
+from torchparts_conformance.requirements._requirement import area_of_id
 
 __all__ = ["Mutant", "find_mutants", "load_mutant", "mutant", "overlay"]
 
@@ -50,11 +50,15 @@ def overlay(part: Any, **names: Any) -> Any:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: its function, its area, and the requirements that must fail."""
+    """A fault: its function, and the requirements of one area that must fail."""
 
     function: Callable[[Any], Any]
-    area: str
     kills: frozenset[str]
+
+    @property
+    def area(self) -> str:
+        """The area whose part the function takes."""
+        return area_of_id(min(self.kills))
 
     @property
     def name(self) -> str:
@@ -71,22 +75,21 @@ class Mutant:
         return self.function(part)
 
 
-def mutant(*, area: str, kills: Iterable[str]) -> Callable[[Callable[[Any], Any]], Mutant]:
-    """Declare a broken implementation.
+def mutant(kills: str) -> Callable[[Callable[[Any], Any]], Mutant]:
+    """Declare a broken implementation; the function takes the part of the ids' area.
 
     Args:
-        area: the area whose part the function takes.
-        kills: ids of exactly those requirements that must fail.
+        kills: ids of exactly those requirements that must fail, separated by spaces.
     Raises:
-        RegistryError: the area is unknown, no id is given, or the docstring is missing.
+        RegistryError: no id is given, ids are of several areas, or the docstring is missing.
     """
 
     def declare(function: Callable[[Any], Any]) -> Mutant:
-        declared = Mutant(function, area, frozenset(kills))
-        if area not in AREAS or not declared.kills or not declared.text:
+        declared = Mutant(function, frozenset(kills.split()))
+        if len({area_of_id(id) for id in declared.kills}) != 1 or not declared.text:
             raise RegistryError(
-                f"mutant {function.__name__!r}: area {area!r}, kills {sorted(declared.kills)}. It "
-                "needs a known area, at least one id and a docstring that names the fault."
+                f"mutant {function.__name__!r}: kills {kills!r}. It needs ids of one area, and a "
+                "docstring that names the fault."
             )
         return declared
 

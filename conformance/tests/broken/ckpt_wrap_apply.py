@@ -7,7 +7,7 @@ from torchparts_conformance.mutants import mutant
 from .faults.ckpt_wrap import INNER, faulty_apply
 
 
-@mutant(area="ckpt-wrap", kills={"CW-033"})
+@mutant("CW-033")
 def shared_modules_get_several_wrappers(part):
     """A module that occurs several times gets several wrappers."""
 
@@ -24,7 +24,7 @@ def shared_modules_get_several_wrappers(part):
     return faulty_apply(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-034"})
+@mutant("CW-034")
 def applying_again_wraps_again(part):
     """Applying a second time wraps a wrapped module again."""
 

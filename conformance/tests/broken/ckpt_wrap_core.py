@@ -23,13 +23,13 @@ from .faults.ckpt_wrap import (
 )
 
 
-@mutant(area="ckpt-wrap", kills={"CW-003"})
+@mutant("CW-003")
 def offload_drops_keywords(part):
     """An offloaded module does not get its keyword arguments."""
     return faulty_offload(part, lambda call, args, kwargs: call(*args))
 
 
-@mutant(area="ckpt-wrap", kills={"CW-004"})
+@mutant("CW-004")
 def reentrant_needs_a_positional_argument(part):
     """Under REENTRANT, a call without positional arguments raises."""
 
@@ -41,7 +41,7 @@ def reentrant_needs_a_positional_argument(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-005"})
+@mutant("CW-005")
 def recompute_context_is_forgotten(part):
     """The second context of `context_fn` is not entered."""
 
@@ -54,7 +54,7 @@ def recompute_context_is_forgotten(part):
     return faulty_options(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-006"})
+@mutant("CW-006")
 def options_of_checkpoint_fn_are_lost(part):
     """`checkpoint_fn` gets None instead of its options."""
 
@@ -66,7 +66,7 @@ def options_of_checkpoint_fn_are_lost(part):
     return faulty_options(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-007"})
+@mutant("CW-007")
 def keeps_its_result(part):
     """Also saves its own result for backward."""
 
@@ -77,7 +77,7 @@ def keeps_its_result(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-008"})
+@mutant("CW-008")
 def cannot_be_indexed(part):
     """Indexing is not forwarded."""
 
@@ -87,7 +87,7 @@ def cannot_be_indexed(part):
     return faulty(part, __getitem__=getitem)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-009"})
+@mutant("CW-009")
 def attributes_are_those_of_the_start(part):
     """Attributes that are set on the inner module later are not found."""
     working = part.CheckpointWrapper.__getattr__
@@ -100,7 +100,7 @@ def attributes_are_those_of_the_start(part):
     return faulty(part, __getattr__=getattr_)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-010"})
+@mutant("CW-010")
 def own_parameter_names_show_the_prefix(part):
     """`named_parameters()` of the wrapper itself has names that the state dict lacks."""
 
@@ -111,7 +111,7 @@ def own_parameter_names_show_the_prefix(part):
     return faulty(part, named_parameters=named_parameters)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-011", "CW-039"})
+@mutant("CW-011 CW-039")
 def offload_brings_back_other_numbers(part):
     """Offloaded values change on the way back."""
 
@@ -127,7 +127,7 @@ def offload_brings_back_other_numbers(part):
     return overlay(faulty_offload(part, change), checkpoint_wrapper=make)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-008", "CW-009", "CW-012", "CW-110"})
+@mutant("CW-008 CW-009 CW-012 CW-110")
 def wraps_a_copy(part):
     """The wrapper holds a copy of the module."""
 
@@ -137,7 +137,7 @@ def wraps_a_copy(part):
     return faulty_options(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-013", "CW-034"})
+@mutant("CW-013 CW-034")
 def check_fn_sees_children_only(part):
     """A `check_fn` is not called for modules below the first level."""
 
@@ -151,7 +151,7 @@ def check_fn_sees_children_only(part):
     return faulty_apply(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-014"})
+@mutant("CW-014")
 def class_policies_select_leaves_of_another_class(part):
     """A ModuleWrapPolicy selects every module without children."""
 
@@ -166,7 +166,7 @@ def class_policies_select_leaves_of_another_class(part):
     return faulty_apply(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-015"})
+@mutant("CW-015")
 def policy_options_are_lost(part):
     """Options from a CustomPolicy are dropped."""
 
@@ -176,7 +176,7 @@ def policy_options_are_lost(part):
     return faulty_apply(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-016"})
+@mutant("CW-016")
 def any_policy_will_do(part):
     """An invalid policy selects nothing instead of raising."""
 
@@ -188,7 +188,7 @@ def any_policy_will_do(part):
     return faulty_apply(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-019"})
+@mutant("CW-019")
 def copies_share_weights(part):
     """A deepcopy returns the wrapper itself."""
     return faulty(part, __deepcopy__=lambda self, memo: self)

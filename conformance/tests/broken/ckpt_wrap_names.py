@@ -9,10 +9,7 @@ from torchparts_conformance.mutants import mutant
 from .faults.ckpt_wrap import INNER, PREFIX, faulty
 
 
-@mutant(
-    area="ckpt-wrap",
-    kills={"CW-001", "CW-010", "CW-022"},
-)
+@mutant("CW-001 CW-010 CW-022")
 def state_dict_keeps_the_prefix(part):
     """Keys of the state dict contain the wrapper's prefix."""
     working = part.CheckpointWrapper.state_dict
@@ -27,19 +24,19 @@ def state_dict_keeps_the_prefix(part):
     return faulty(part, state_dict=state_dict)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-002", "CW-019", "CW-022"})
+@mutant("CW-002 CW-019 CW-022")
 def plain_state_dict_does_not_load(part):
     """Loads like any other module, with the wrapper's prefix in the names."""
     return faulty(part, _load_from_state_dict=nn.Module._load_from_state_dict)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-010", "CW-020", "CW-021"})
+@mutant("CW-010 CW-020 CW-021")
 def parents_show_the_prefix(part):
     """Names from a parent contain the wrapper's prefix."""
     return faulty(part, named_modules=nn.Module.named_modules)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-022"})
+@mutant("CW-022")
 def prefix_is_added_again(part):
     """A key with the prefix gets the prefix again when loaded."""
     working = part.CheckpointWrapper._load_from_state_dict
@@ -52,7 +49,7 @@ def prefix_is_added_again(part):
     return faulty(part, _load_from_state_dict=load)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-053"})
+@mutant("CW-053")
 def copies_as_the_module_wants(part):
     """The wrapped module's `__deepcopy__` is used for the wrapper."""
     working = part.CheckpointWrapper.__getattr__

@@ -18,7 +18,7 @@ def detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-@mutant(area="ckpt-wrap", kills={"CW-017", "CW-038", "CW-039"})
+@mutant("CW-017 CW-038 CW-039")
 def random_numbers_are_not_replayed(part):
     """Recomputation draws new random numbers."""
 
@@ -30,10 +30,7 @@ def random_numbers_are_not_replayed(part):
     return faulty_options(part, change)
 
 
-@mutant(
-    area="ckpt-wrap",
-    kills={"CW-005", "CW-006", "CW-007", "CW-018", "CW-036", "CW-037", "CW-039", "CW-111"},
-)
+@mutant("CW-005 CW-006 CW-007 CW-018 CW-036 CW-037 CW-039 CW-111")
 def nothing_is_recomputed(part):
     """The module runs without checkpointing."""
 
@@ -43,7 +40,7 @@ def nothing_is_recomputed(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-036", "CW-037"})
+@mutant("CW-036 CW-037")
 def keyword_tensors_are_only_remembered(part):
     """Keyword tensors are bound to the function instead of being saved."""
 
@@ -60,7 +57,7 @@ def keyword_tensors_are_only_remembered(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-038"})
+@mutant("CW-038")
 def random_numbers_need_a_positional_tensor(part):
     """If all tensors are keywords, recomputation draws new random numbers."""
 
@@ -79,7 +76,7 @@ def random_numbers_need_a_positional_tensor(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-039"})
+@mutant("CW-039")
 def checkpoint_around_offload_only_offloads(part):
     """An offloaded module that is checkpointed is not recomputed."""
 
@@ -92,7 +89,7 @@ def checkpoint_around_offload_only_offloads(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-046"})
+@mutant("CW-046")
 def torch_func_is_refused(part):
     """Raises for tensors that torch.func differentiates."""
 
@@ -106,7 +103,7 @@ def torch_func_is_refused(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-047"})
+@mutant("CW-047")
 def offload_copies_on_the_cpu(part):
     """Saved tensors are copied on every device."""
 

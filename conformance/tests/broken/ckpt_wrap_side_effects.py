@@ -13,7 +13,7 @@ from torchparts_conformance.mutants import mutant
 from .faults.ckpt_wrap import INNER, faulty_call, is_reentrant
 
 
-@mutant(area="ckpt-wrap", kills={"CW-094"})
+@mutant("CW-094")
 def hooks_are_registered_again(part):
     """Recomputes by torch's own function, which registers forward's hooks again."""
 
@@ -26,7 +26,7 @@ def hooks_are_registered_again(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-095"})
+@mutant("CW-095")
 def caches_are_appended_to_again(part):
     """Recomputes with the caller's own objects."""
 
@@ -39,7 +39,7 @@ def caches_are_appended_to_again(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-096"})
+@mutant("CW-096")
 def tensors_in_objects_are_not_checked(part):
     """Recomputes with a tensor that forward has changed in place."""
 
@@ -52,7 +52,7 @@ def tensors_in_objects_are_not_checked(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-100"})
+@mutant("CW-100")
 def weights_of_a_functional_call_are_forgotten(part):
     """Recomputes with the parameters that the module has at the time of backward."""
 
@@ -65,7 +65,7 @@ def weights_of_a_functional_call_are_forgotten(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-111"})
+@mutant("CW-111")
 def weights_are_read_as_they_are_by_then(part):
     """Recomputes with parameters that were changed in place since forward."""
 
@@ -78,7 +78,7 @@ def weights_are_read_as_they_are_by_then(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-110"})
+@mutant("CW-110")
 def only_batch_norm_is_taken_care_of(part):
     """Recomputes with changed buffers, except those of known layer types."""
 
@@ -92,7 +92,7 @@ def only_batch_norm_is_taken_care_of(part):
     return faulty_call(part, change)
 
 
-@mutant(area="ckpt-wrap", kills={"CW-120"})
+@mutant("CW-120")
 def recompute_gets_copies_of_arguments(part):
     """Calls forward with deep copies of arguments that are no tensors."""
 

@@ -9,14 +9,14 @@ import torch
 from torchparts_conformance.mutants import mutant, overlay
 
 
-@mutant(area="combined", kills={"CB-001", "CB-002"})
+@mutant("CB-001 CB-002")
 def wrapper_forgets_the_random_state(parts):
     """A wrapped block is recomputed with other random numbers."""
     wrap = functools.partial(parts.ckpt_wrap.checkpoint_wrapper, preserve_rng_state=False)
     return overlay(parts, ckpt_wrap=overlay(parts.ckpt_wrap, checkpoint_wrapper=wrap))
 
 
-@mutant(area="combined", kills={"CB-002"})
+@mutant("CB-002")
 def tracker_draws_a_random_number(parts):
     """Entering the tracker advances the random state."""
 
@@ -28,7 +28,7 @@ def tracker_draws_a_random_number(parts):
     return overlay(parts, mod_tracker=overlay(parts.mod_tracker, ModTracker=Drawing))
 
 
-@mutant(area="combined", kills={"CB-032"})
+@mutant("CB-032")
 def policy_is_ignored(parts):
     """The engine recomputes everything, for any policy."""
 
@@ -38,7 +38,7 @@ def policy_is_ignored(parts):
     return overlay(parts, sac_policies=overlay(parts.sac_policies, checkpoint=checkpoint))
 
 
-@mutant(area="combined", kills={"CB-032"})
+@mutant("CB-032")
 def checkpointing_adds_a_buffer(parts):
     """A checkpointed block has an additional buffer in its state dict."""
 
@@ -49,7 +49,7 @@ def checkpointing_adds_a_buffer(parts):
     return overlay(parts, ckpt_wrap=overlay(parts.ckpt_wrap, checkpoint_=checkpoint_))
 
 
-@mutant(area="combined", kills={"CB-032"})
+@mutant("CB-032")
 def gradients_are_counted_twice(parts):
     """Gradients are summed over ranks twice."""
 
@@ -60,14 +60,14 @@ def gradients_are_counted_twice(parts):
     return overlay(parts, flat_param=overlay(parts.flat_param, fully_shard=fully_shard))
 
 
-@mutant(area="combined", kills={"CB-040"})
+@mutant("CB-040")
 def engine_breaks_the_graph(parts):
     """The engine is not compiled and breaks the graph."""
     checkpoint = torch.compiler.disable(parts.sac_policies.checkpoint)
     return overlay(parts, sac_policies=overlay(parts.sac_policies, checkpoint=checkpoint))
 
 
-@mutant(area="combined", kills={"CB-040"})
+@mutant("CB-040")
 def compiled_engine_is_inexact(parts):
     """Compiled code gives a slightly larger result than eager code."""
 

@@ -12,8 +12,6 @@ from torchparts_conformance.mutants import mutant, overlay
 
 from .faults.flat_param_distributed import with_sharded
 
-AREA = "flat-param"
-
 
 def _with_grad(part, read, *, base=None):
     """The part whose parameters have `read(owner, param)` as their gradient."""
@@ -30,7 +28,7 @@ def _with_grad(part, read, *, base=None):
     return with_sharded(part, change)
 
 
-@mutant(area=AREA, kills={"FP-100"})
+@mutant("FP-100")
 def undivided_ranks_train_alone(part):
     """Skips the gradient reduction if a shard axis has one rank."""
 
@@ -42,7 +40,7 @@ def undivided_ranks_train_alone(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-101"})
+@mutant("FP-101")
 def hybrid_copies_are_not_summed(part):
     """Skips the sum over replicas: each trains on its own half of the batch."""
 
@@ -59,7 +57,7 @@ def _note(owner, args):
     vars(owner)["has_run"] = True
 
 
-@mutant(area=AREA, kills={"FP-102"})
+@mutant("FP-102")
 def other_ranks_use_does_not_count(part):
     """Has no gradient if this rank did not run the layer."""
 
@@ -76,7 +74,7 @@ def other_ranks_use_does_not_count(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-103"})
+@mutant("FP-103")
 def gradients_do_not_tell_their_ranks(part):
     """Gradients do not show that they are pieces, so a norm covers one piece only."""
 
@@ -87,7 +85,7 @@ def gradients_do_not_tell_their_ranks(part):
     return _with_grad(part, grad)
 
 
-@mutant(area=AREA, kills={"FP-131", "FP-170"})
+@mutant("FP-131 FP-170")
 def frozen_units_are_trained(part):
     """Enables gradients for all parameters before sharding."""
 
@@ -97,7 +95,7 @@ def frozen_units_are_trained(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-105"})
+@mutant("FP-105")
 def tied_units_are_not_named(part):
     """Reports a tied weight without its names."""
 
@@ -112,7 +110,7 @@ def tied_units_are_not_named(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-111"})
+@mutant("FP-111")
 def cut_parameters_are_plain(part):
     """Parameters and gradients do not show that they are pieces, so no optimizer is refused."""
 
@@ -123,7 +121,7 @@ def cut_parameters_are_plain(part):
     return _with_grad(part, grad, base=nn.Parameter)
 
 
-@mutant(area=AREA, kills={"FP-130"})
+@mutant("FP-130")
 def stopped_gradients_are_kept(part):
     """Doubles the gradients of the step after a stopped backward."""
 
@@ -146,7 +144,7 @@ def stopped_gradients_are_kept(part):
     return with_sharded(part, change)
 
 
-@mutant(area=AREA, kills={"FP-131", "FP-170"})
+@mutant("FP-131 FP-170")
 def frozen_weights_are_freed_at_once(part):
     """Frees the frozen parameters of the outermost unit at the beginning of its backward."""
 
@@ -164,7 +162,7 @@ def frozen_weights_are_freed_at_once(part):
     return with_sharded(part, change)
 
 
-@mutant(area=AREA, kills={"FP-132"})
+@mutant("FP-132")
 def hooks_of_parameters_are_not_called(part):
     """Removes hooks as soon as they are registered."""
 
@@ -188,7 +186,7 @@ def _with_comms(part, change):
     return with_sharded(part, each)
 
 
-@mutant(area=AREA, kills={"FP-193"})
+@mutant("FP-193")
 def waits_are_not_compared(part):
     """Waits for a collective until the group's timeout, without comparing units."""
     return _with_comms(part, lambda comm: setattr(comm, "_look_for_deadlock", lambda pending: None))

@@ -6,8 +6,6 @@ from concurrent.futures import Future
 
 from torchparts_conformance.mutants import mutant, overlay
 
-AREA = "flat-param"
-
 
 class _Late(Future):
     """A future that reads the module when it is waited for."""
@@ -30,7 +28,7 @@ class _Late(Future):
         return self._end().exception(timeout)
 
 
-@mutant(area=AREA, kills={"FP-230"})
+@mutant("FP-230")
 def snapshot_is_taken_late(part):
     """Copies nothing before the caller waits for the save."""
 

@@ -6,10 +6,8 @@ from torchparts_conformance.mutants import mutant
 
 from .faults.flat_param_distributed import with_sharded
 
-AREA = "flat-param"
 
-
-@mutant(area=AREA, kills={"FP-246"})
+@mutant("FP-246")
 def only_the_outer_backward_is_waited_for(part):
     """Reduces a unit's gradients without those from the backward inside a checkpoint."""
 

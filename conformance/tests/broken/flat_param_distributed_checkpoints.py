@@ -12,8 +12,6 @@ from torchparts_conformance.mutants import mutant, overlay
 
 from .faults.flat_param_distributed import with_sharded
 
-AREA = "flat-param"
-
 
 def _with_state(part, mend):
     """The part with a change to the state dict of sharded modules."""
@@ -37,19 +35,19 @@ def _whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@mutant(area=AREA, kills={"FP-106"})
+@mutant("FP-106")
 def state_dict_has_a_dimension_of_copies(part):
     """Adds a leading dimension to every tensor of a state dict."""
     return _with_state(part, lambda tensor: tensor.unsqueeze(0))
 
 
-@mutant(area=AREA, kills={"FP-106", "FP-177"})
+@mutant("FP-106 FP-177")
 def state_dict_is_in_double(part):
     """Returns every value in another dtype."""
     return _with_state(part, Tensor.double)
 
 
-@mutant(area=AREA, kills={"FP-230"})
+@mutant("FP-230")
 def sharded_load_forgets_moments(part):
     """Loads parameters but not the optimizer state."""
 
@@ -61,7 +59,7 @@ def sharded_load_forgets_moments(part):
     return overlay(part, load_sharded=load_sharded)
 
 
-@mutant(area=AREA, kills={"FP-109"})
+@mutant("FP-109")
 def metadata_is_unpickled(part):
     """Reads metadata with pickle."""
 
@@ -73,7 +71,7 @@ def metadata_is_unpickled(part):
     return overlay(part, load_sharded=load_sharded)
 
 
-@mutant(area=AREA, kills={"FP-115", "FP-116"})
+@mutant("FP-115 FP-116")
 def damaged_data_is_passed_over(part):
     """Silently loads nothing if the data is damaged."""
 

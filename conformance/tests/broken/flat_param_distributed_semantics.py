@@ -9,10 +9,8 @@ from torchparts_conformance.mutants import mutant, overlay
 
 from .faults.flat_param_distributed import with_output_hooks, with_sharded
 
-AREA = "flat-param"
 
-
-@mutant(area=AREA, kills={"FP-171"})
+@mutant("FP-171")
 def shared_weights_are_copied(part):
     """Gives each module a separate copy of a shared weight."""
 
@@ -34,7 +32,7 @@ def _forget(owner, args):
         param.grad = None
 
 
-@mutant(area=AREA, kills={"FP-172", "FP-174", "FP-181"})
+@mutant("FP-172 FP-174 FP-181")
 def gradients_are_replaced(part):
     """After each backward, has only that backward's gradient."""
 
@@ -45,7 +43,7 @@ def gradients_are_replaced(part):
     return with_sharded(part, change)
 
 
-@mutant(area=AREA, kills={"FP-177"})
+@mutant("FP-177")
 def stored_parameters_are_low(part):
     """Stores parameters in the compute dtype."""
 
@@ -62,7 +60,7 @@ def _twice(output):
     return output + (output - output.detach())
 
 
-@mutant(area=AREA, kills={"FP-173", "FP-193"})
+@mutant("FP-173")
 def second_forward_is_not_trained(part):
     """Handles a forward before the previous backward as an evaluation."""
     waits = set()
@@ -85,7 +83,7 @@ def second_forward_is_not_trained(part):
     return with_sharded(part, change)
 
 
-@mutant(area=AREA, kills={"FP-130"})
+@mutant("FP-130")
 def failed_backward_counts_twice(part):
     """After a backward that raised, doubles the gradients of the next one."""
 
@@ -104,7 +102,7 @@ def failed_backward_counts_twice(part):
     return with_output_hooks(part, hook_of)
 
 
-@mutant(area=AREA, kills={"FP-180", "FP-246"})
+@mutant("FP-180 FP-246")
 def evaluation_counts_twice(part):
     """After a forward without gradients, doubles the gradients of the next step."""
 

@@ -8,10 +8,8 @@ from torchparts_conformance.mutants import mutant
 
 from .faults.flat_param_distributed import with_sharded
 
-AREA = "flat-param"
 
-
-@mutant(area=AREA, kills={"FP-104", "FP-235"})
+@mutant("FP-104 FP-235")
 def what_was_accumulated_is_forgotten(part):
     """Drops the gradients of `no_sync` at its end."""
 

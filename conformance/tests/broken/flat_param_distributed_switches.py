@@ -8,8 +8,6 @@ from torchparts_conformance.mutants import mutant, overlay
 
 from .faults.flat_param_distributed import with_sharded
 
-AREA = "flat-param"
-
 
 def _deaf(part, *names):
     """The part with sharded modules that ignore some methods."""
@@ -22,19 +20,19 @@ def _deaf(part, *names):
     return with_sharded(part, change)
 
 
-@mutant(area=AREA, kills={"FP-188"})
+@mutant("FP-188")
 def methods_run_on_pieces(part):
     """Does nothing when a forward method is registered."""
     return _deaf(part, "register_forward_method")
 
 
-@mutant(area=AREA, kills={"FP-189"})
+@mutant("FP-189")
 def every_backward_sums(part):
     """Reduces gradients in every backward."""
     return _deaf(part, "set_requires_gradient_sync")
 
 
-@mutant(area=AREA, kills={"FP-200"})
+@mutant("FP-200")
 def order_of_sharding_is_not_named(part):
     """Refuses a module inside a unit; the message has no reason."""
 
@@ -49,7 +47,7 @@ def order_of_sharding_is_not_named(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant(area=AREA, kills={"FP-202"})
+@mutant("FP-202")
 def units_break_their_graphs(part):
     """Breaks the graph in every forward of an inner module."""
 
@@ -67,13 +65,13 @@ def units_break_their_graphs(part):
     return with_sharded(part, change)
 
 
-@mutant(area=AREA, kills={"FP-191"})
+@mutant("FP-191")
 def units_are_gathered_in_their_turn_alone(part):
     """`unshard()` does nothing."""
     return _deaf(part, "unshard")
 
 
-@mutant(area=AREA, kills={"FP-197"})
+@mutant("FP-197")
 def a_columns_gradients_are_doubled(part):
     """Adds up gradients of tensor-parallel parts as if they were replicas."""
 

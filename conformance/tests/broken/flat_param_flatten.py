@@ -12,8 +12,6 @@ from torch import nn
 
 from torchparts_conformance.mutants import mutant, overlay
 
-AREA = "flat-param"
-
 
 def _before(part, fault):
     """The part with a change to every module before flattening."""
@@ -46,7 +44,7 @@ def _with_method(part, name, method):
     return overlay(part, flatten=flatten)
 
 
-@mutant(area=AREA, kills={"FP-050", "FP-052"})
+@mutant("FP-050 FP-052")
 def parameters_are_replaced(part):
     """Flattens copies of the parameters and registers the copies."""
 
@@ -59,7 +57,7 @@ def parameters_are_replaced(part):
     return _before(part, fault)
 
 
-@mutant(area=AREA, kills={"FP-051", "FP-064"})
+@mutant("FP-051 FP-064")
 def flat_gradient_is_a_copy(part):
     """Concatenates the gradients at every access."""
 
@@ -69,7 +67,7 @@ def flat_gradient_is_a_copy(part):
     return _with_method(part, "grad_vector", grad_vector)
 
 
-@mutant(area=AREA, kills={"FP-053"})
+@mutant("FP-053")
 def gradients_start_as_zeros(part):
     """Sets every gradient to zero before any backward."""
 
@@ -81,7 +79,7 @@ def gradients_start_as_zeros(part):
     return _after(part, fault)
 
 
-@mutant(area=AREA, kills={"FP-203"})
+@mutant("FP-203")
 def last_chunk_is_left_out(part):
     """Trains only whole chunks, without the rest."""
 
@@ -91,7 +89,7 @@ def last_chunk_is_left_out(part):
     return _with_method(part, "chunks", chunks)
 
 
-@mutant(area=AREA, kills={"FP-055"})
+@mutant("FP-055")
 def each_gradient_is_clipped_alone(part):
     """Clips every parameter's gradient by its own norm."""
 
@@ -104,7 +102,7 @@ def each_gradient_is_clipped_alone(part):
     return _with_method(part, "clip_", clip_)
 
 
-@mutant(area=AREA, kills={"FP-055"})
+@mutant("FP-055")
 def padding_is_clipped_along(part):
     """Includes padding of 42 in the norm of the gradient."""
 
@@ -118,19 +116,19 @@ def padding_is_clipped_along(part):
     return _with_method(part, "clip_", clip_)
 
 
-@mutant(area=AREA, kills={"FP-058"})
+@mutant("FP-058")
 def casts_are_seen_late(part):
     """Does not restore the views right after a cast."""
     return _after(part, lambda module: vars(module).pop("_apply"))
 
 
-@mutant(area=AREA, kills={"FP-060", "FP-203"})
+@mutant("FP-060 FP-203")
 def frozen_parts_lie_with_the_trained(part):
     """Enables gradients for all parameters, so that one vector is missing."""
     return _before(part, nn.Module.requires_grad_)
 
 
-@mutant(area=AREA, kills={"FP-061"})
+@mutant("FP-061")
 def strides_are_lost(part):
     """Stores every parameter contiguously."""
 
@@ -146,7 +144,7 @@ def _look(module, args):
         raise ValueError("the input is not a number")
 
 
-@mutant(area=AREA, kills={"FP-064"})
+@mutant("FP-064")
 def tracing_has_to_stop(part):
     """Branches on the input's values before every forward."""
     return _after(part, lambda module: module.register_forward_pre_hook(_look))

@@ -9,8 +9,6 @@ import torch
 
 from torchparts_conformance.mutants import mutant, overlay
 
-AREA = "flat-param"
-
 
 def _with(part, **methods):
     """The part with other methods of its flat views, called with the working view first."""
@@ -22,7 +20,7 @@ def _with(part, **methods):
     return overlay(part, flatten=flatten)
 
 
-@mutant(area=AREA, kills={"FP-203"})
+@mutant("FP-203")
 def moments_begin_anew(part):
     """Loads the settings without the state."""
 
@@ -37,7 +35,7 @@ def moments_begin_anew(part):
     return _with(part, load_optimizer_state=load)
 
 
-@mutant(area=AREA, kills={"FP-203"})
+@mutant("FP-203")
 def moments_come_back_in_another_order(part):
     """Swaps the state of the first two parameters of equal shape."""
 
@@ -59,7 +57,7 @@ def _shapes(state, name):
     return [getattr(value, "shape", None) for value in state["state"][name].values()]
 
 
-@mutant(area=AREA, kills={"FP-203"})
+@mutant("FP-203")
 def wrong_state_is_passed_over(part):
     """Silently continues if the state is of other parameters."""
 

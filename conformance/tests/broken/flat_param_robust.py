@@ -6,8 +6,6 @@ from torchparts_conformance.mutants import mutant
 
 from .faults.flat_param import after, before
 
-AREA = "flat-param"
-
 
 def _refuse(part, condition, error):
     def fault(params, module):
@@ -18,7 +16,7 @@ def _refuse(part, condition, error):
     return before(part, fault)
 
 
-@mutant(area=AREA, kills={"FP-021"})
+@mutant("FP-021")
 def holes_are_read(part):
     """Treats every parameter's memory as dense."""
 
@@ -31,20 +29,20 @@ def holes_are_read(part):
     return before(part, fault)
 
 
-@mutant(area=AREA, kills={"FP-022"})
+@mutant("FP-022")
 def scalars_are_refused(part):
     """Reads the last dimension of every parameter."""
     return _refuse(part, lambda param: param.dim() == 0, IndexError("tensor has no dimensions"))
 
 
-@mutant(area=AREA, kills={"FP-025"})
+@mutant("FP-025")
 def expanded_parameters_are_refused(part):
     """Reads as many elements as the shape has from a storage of one element."""
     error = RuntimeError("out of bounds for storage")
     return _refuse(part, lambda param: param.dim() > 0 and param.stride(0) == 0, error)
 
 
-@mutant(area=AREA, kills={"FP-026"})
+@mutant("FP-026")
 def foreign_parameters_are_dropped(part):
     """Silently drops parameters of other modules."""
 
@@ -55,13 +53,13 @@ def foreign_parameters_are_dropped(part):
     return before(part, fault)
 
 
-@mutant(area=AREA, kills={"FP-028"})
+@mutant("FP-028")
 def flattened_modules_cannot_be_copied(part):
     """Copies a module that holds computed tensors, which raises."""
     return after(part, lambda handle, module, params: module.__dict__.pop("__deepcopy__"))
 
 
-@mutant(area=AREA, kills={"FP-031"})
+@mutant("FP-031")
 def parameters_are_copied(part):
     """Keeps the original parameters in addition to the flat one."""
 
@@ -72,7 +70,7 @@ def parameters_are_copied(part):
     return after(part, fault)
 
 
-@mutant(area=AREA, kills={"FP-033"})
+@mutant("FP-033")
 def shared_memory_is_parted(part):
     """Copies each parameter first, so that no two share memory."""
 

@@ -9,10 +9,8 @@ from torchparts_conformance.mutants import mutant, overlay
 
 from .faults.flat_param import after, before, retype, with_handle
 
-AREA = "flat-param"
 
-
-@mutant(area=AREA, kills={"FP-001"})
+@mutant("FP-001")
 def something_is_left_in_the_module(part):
     """Leaves an additional parameter in the module."""
     return after(
@@ -20,7 +18,7 @@ def something_is_left_in_the_module(part):
     )
 
 
-@mutant(area=AREA, kills={"FP-002"})
+@mutant("FP-002")
 def flat_parameter_keeps_its_dtype(part):
     """Ignores every cast."""
 
@@ -32,7 +30,7 @@ def flat_parameter_keeps_its_dtype(part):
     return after(part, lambda handle, module, params: retype(handle, data=data))
 
 
-@mutant(area=AREA, kills={"FP-003"})
+@mutant("FP-003")
 def empty_list_is_accepted(part):
     """Makes a handle without parameters."""
 
@@ -44,7 +42,7 @@ def empty_list_is_accepted(part):
     return with_handle(part, Faulty)
 
 
-@mutant(area=AREA, kills={"FP-004"})
+@mutant("FP-004")
 def empty_module_is_not_wrapped(part):
     """Returns a module without parameters unwrapped."""
 
@@ -63,19 +61,19 @@ def _miscount(part, *, tied):
     return after(part, fault)
 
 
-@mutant(area=AREA, kills={"FP-001", "FP-005", "FP-010", "FP-011", "FP-019", "FP-028"})
+@mutant("FP-001 FP-005 FP-010 FP-011 FP-019 FP-028")
 def an_element_too_many(part):
     """Counts one element too many."""
     return _miscount(part, tied=False)
 
 
-@mutant(area=AREA, kills={"FP-006"})
+@mutant("FP-006")
 def tied_parameters_are_counted_again(part):
     """Counts tied parameters more than once."""
     return _miscount(part, tied=True)
 
 
-@mutant(area=AREA, kills={"FP-007", "FP-013"})
+@mutant("FP-007 FP-013")
 def first_layer_is_scaled(part):
     """Computes an untied model with other weights."""
 
@@ -95,19 +93,19 @@ def _replace_shared(part, make):
     return after(part, fault)
 
 
-@mutant(area=AREA, kills={"FP-008", "FP-009"})
+@mutant("FP-008 FP-009")
 def further_places_are_empty(part):
     """Puts zeros at the other places of a tied parameter."""
     return _replace_shared(part, torch.zeros_like)
 
 
-@mutant(area=AREA, kills={"FP-009"})
+@mutant("FP-009")
 def further_places_do_not_learn(part):
     """Detaches a tied parameter at its second place."""
     return _replace_shared(part, Tensor.detach)
 
 
-@mutant(area=AREA, kills={"FP-010", "FP-011"})
+@mutant("FP-010 FP-011")
 def nothing_is_aligned(part):
     """Places parameters without padding."""
 
@@ -118,7 +116,7 @@ def nothing_is_aligned(part):
     return with_handle(part, Faulty)
 
 
-@mutant(area=AREA, kills={"FP-011"})
+@mutant("FP-011")
 def alignment_follows_the_stored_dtype(part):
     """Aligns for float32 although forward uses float16."""
 
@@ -129,7 +127,7 @@ def alignment_follows_the_stored_dtype(part):
     return with_handle(part, Faulty)
 
 
-@mutant(area=AREA, kills={"FP-010", "FP-011", "FP-012"})
+@mutant("FP-010 FP-011 FP-012")
 def last_element_is_left_out(part):
     """Treats a range's last index as exclusive."""
 
@@ -140,7 +138,7 @@ def last_element_is_left_out(part):
     return with_handle(part, Faulty)
 
 
-@mutant(area=AREA, kills={"FP-009", "FP-013"})
+@mutant("FP-009 FP-013")
 def gradient_is_in_the_wrong_order(part):
     """Reverses the flat gradient."""
     return after(
@@ -151,7 +149,7 @@ def gradient_is_in_the_wrong_order(part):
     )
 
 
-@mutant(area=AREA, kills={"FP-014", "FP-019"})
+@mutant("FP-014 FP-019")
 def ranks_hold_each_others_shards(part):
     """Gives the first rank the last shard."""
 
@@ -163,7 +161,7 @@ def ranks_hold_each_others_shards(part):
     return with_handle(part, Faulty)
 
 
-@mutant(area=AREA, kills={"FP-015"})
+@mutant("FP-015")
 def integers_are_flattened(part):
     """Accepts integer parameters."""
 
@@ -175,7 +173,7 @@ def integers_are_flattened(part):
     return with_handle(part, Faulty)
 
 
-@mutant(area=AREA, kills={"FP-016"})
+@mutant("FP-016")
 def dtypes_are_cast_silently(part):
     """Casts all parameters to the dtype of the first one."""
 
@@ -187,7 +185,7 @@ def dtypes_are_cast_silently(part):
     return before(part, fault)
 
 
-@mutant(area=AREA, kills={"FP-017"})
+@mutant("FP-017")
 def frozen_parameters_are_thawed(part):
     """Makes frozen parameters trainable."""
 
@@ -199,7 +197,7 @@ def frozen_parameters_are_thawed(part):
     return before(part, fault)
 
 
-@mutant(area=AREA, kills={"FP-019"})
+@mutant("FP-019")
 def only_the_own_part_is_gathered(part):
     """Leaves out the other ranks' shards."""
 

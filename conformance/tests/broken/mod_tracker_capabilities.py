@@ -6,10 +6,8 @@ import torch
 
 from torchparts_conformance.mutants import mutant, overlay
 
-AREA = "mod-tracker"
 
-
-@mutant(area=AREA, kills={"MT-401"})
+@mutant("MT-401")
 def compiled_code_is_thrown_away(part):
     """Recompiles on entry, to see the modules inside compiled code."""
 

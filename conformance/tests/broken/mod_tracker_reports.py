@@ -10,7 +10,6 @@ import torch
 
 from torchparts_conformance.mutants import mutant, overlay
 
-AREA = "mod-tracker"
 _KEEPS_GRAPH = "mod_tracker._attribution.keeps_graph"
 
 
@@ -41,13 +40,13 @@ def _handing_out_changed(part, name):
     return overlay(part, **{name: measure})
 
 
-@mutant(area=AREA, kills={"MT-254"})
+@mutant("MT-254")
 def measured_tensors_are_handed_out_changed(part):
     """Measures memory and hides in-place changes of saved tensors."""
     return _handing_out_changed(part, "profile_memory")
 
 
-@mutant(area=AREA, kills={"MT-301"})
+@mutant("MT-301")
 def outside_is_forgotten(part):
     """The row of the outside is empty, although the total includes it."""
 
@@ -59,7 +58,7 @@ def outside_is_forgotten(part):
     return _changed(part, change, "profile_flops", "profile_time", "profile_memory")
 
 
-@mutant(area=AREA, kills={"MT-302", "MT-412"})
+@mutant("MT-302 MT-412")
 def recompute_counts_as_forward(part):
     """Counts recomputation as forward."""
 
@@ -79,7 +78,7 @@ def recompute_counts_as_forward(part):
     return _changed(part, change, "profile_flops")
 
 
-@mutant(area=AREA, kills={"MT-412"})
+@mutant("MT-412")
 def code_between_modules_is_backward(part):
     """Attributes operators by the running node if no module is entered."""
     return _finding(part, ("profile_flops",), lambda: patch(_KEEPS_GRAPH, lambda: True))
@@ -99,7 +98,7 @@ def _finding(part, names, change):
     return overlay(part, **{name: measuring(name) for name in names})
 
 
-@mutant(area=AREA, kills={"MT-404"})
+@mutant("MT-404")
 def counts_take_operators_apart(part):
     """Decomposes SiLU to count it."""
 
@@ -110,7 +109,7 @@ def counts_take_operators_apart(part):
     return _finding(part, ("profile_flops",), lambda: patch.object(*silu))
 
 
-@mutant(area=AREA, kills={"MT-301", "MT-302", "MT-412"})
+@mutant("MT-301 MT-302 MT-412")
 def what_runs_again_does_not_count(part):
     """Leaves out operators that a checkpoint recomputes."""
 
@@ -124,7 +123,7 @@ def what_runs_again_does_not_count(part):
     return _changed(part, change, "profile_flops")
 
 
-@mutant(area=AREA, kills={"MT-407"})
+@mutant("MT-407")
 def experts_count_as_nothing(part):
     """Has a formula for grouped products that returns zero."""
     none = {torch.ops.aten._grouped_mm: lambda *shapes, **others: 0}
@@ -142,7 +141,7 @@ def _counting(part, change):
     return overlay(part, profile_flops=profile_flops)
 
 
-@mutant(area=AREA, kills={"MT-408"})
+@mutant("MT-408")
 def attention_counts_as_nothing(part):
     """Counts attention only if it is decomposed into products."""
     kernels = [

@@ -19,16 +19,14 @@ from .faults.mod_tracker import (
     with_tracker,
 )
 
-AREA = "mod-tracker"
 
-
-@mutant(area=AREA, kills={"MT-101"})
+@mutant("MT-101")
 def recompute_counts_for_whoever_asked(part):
     """In recomputation, adds the modules whose backward started it."""
     return with_parents(following(part), lambda t, n: n | t.open if t.phase == "recompute" else n)
 
 
-@mutant(area=AREA, kills={"MT-101", "MT-102"})
+@mutant("MT-101 MT-102")
 def what_was_recomputed_is_lost(part):
     """In recomputation and its backward, has only the caller of the checkpoint."""
 
@@ -44,37 +42,37 @@ def what_was_recomputed_is_lost(part):
     return with_parents(at_first_entry(part, listen), lambda t, n: n - t.again if t.is_bw else n)
 
 
-@mutant(area=AREA, kills={"MT-103"})
+@mutant("MT-103")
 def leaves_without_entries(part):
     """Has no entries for modules that recomputation built."""
     return skipping_entry(part, lambda tracker, args, output: tracker.is_bw)
 
 
-@mutant(area=AREA, kills={"MT-107"})
+@mutant("MT-107")
 def keyword_inputs_stay_open(part):
     """Keeps modules with keyword inputs only in `parents` until the end."""
     return sticking(part, lambda args, kwargs, output: kwargs and not args)
 
 
-@mutant(area=AREA, kills={"MT-108"})
+@mutant("MT-108")
 def dataclass_outputs_are_not_entered(part):
     """Does not find outputs in a dataclass."""
     return skipping_entry(part, lambda tracker, args, output: is_dataclass(output))
 
 
-@mutant(area=AREA, kills={"MT-109"})
+@mutant("MT-109")
 def identities_stay_open(part):
     """Never leaves a module that returned its input."""
     return sticking(part, lambda args, kwargs, output: any(value is output for value in args))
 
 
-@mutant(area=AREA, kills={"MT-113"})
+@mutant("MT-113")
 def failed_backward_leaves_names(part):
     """Clears names only when modules are left, which a failed backward does not do."""
     return with_parents(following(part), lambda t, n: n | t.open if t.phase == "outside" else n)
 
 
-@mutant(area=AREA, kills={"MT-117", "MT-121"})
+@mutant("MT-117 MT-121")
 def grad_of_a_leaf_is_refused(part):
     """Uses a hook on leaf inputs that torch.autograd.grad refuses."""
 
@@ -91,7 +89,7 @@ def grad_of_a_leaf_is_refused(part):
     return with_hooks(part, change)
 
 
-@mutant(area=AREA, kills={"MT-118"})
+@mutant("MT-118")
 def only_one_backward_is_told(part):
     """Has exits only in the first backward of a graph."""
 
@@ -112,7 +110,7 @@ def only_one_backward_is_told(part):
     return with_hooks(part, change)
 
 
-@mutant(area=AREA, kills={"MT-119"})
+@mutant("MT-119")
 def what_gets_no_gradient_stays_open(part):
     """Leaves only modules whose inputs got a gradient."""
     return with_hooks(
@@ -124,7 +122,7 @@ def what_gets_no_gradient_stays_open(part):
     )
 
 
-@mutant(area=AREA, kills={"MT-103", "MT-120"})
+@mutant("MT-103 MT-120")
 def inference_is_remembered(part):
     """Has an exit for every forward without gradients."""
 
@@ -146,7 +144,7 @@ def inference_is_remembered(part):
     return with_hooks(part, change)
 
 
-@mutant(area=AREA, kills={"MT-121"})
+@mutant("MT-121")
 def hooks_stay_on_inputs(part):
     """Leaves a hook on every input."""
 
@@ -162,7 +160,7 @@ def hooks_stay_on_inputs(part):
     return with_hooks(part, change)
 
 
-@mutant(area=AREA, kills={"MT-131"})
+@mutant("MT-131")
 def outputs_are_touched(part):
     """Changes a root's result slightly."""
 
@@ -177,7 +175,7 @@ def outputs_are_touched(part):
     return with_hooks(part, change)
 
 
-@mutant(area=AREA, kills={"MT-133"})
+@mutant("MT-133")
 def attribution_ends_with_the_block(part):
     """Attributes nothing after the block."""
 

@@ -9,16 +9,14 @@ from torchparts_conformance.mutants import mutant
 
 from .faults.mod_tracker import with_hooks, with_names, with_parents, with_tracker
 
-AREA = "mod-tracker"
 
-
-@mutant(area=AREA, kills={"MT-105"})
+@mutant("MT-105")
 def roots_share_a_label(part):
     """Names roots by their class only."""
     return with_names(part, lambda module, name: name and name.partition("#")[0])
 
 
-@mutant(area=AREA, kills={"MT-114"})
+@mutant("MT-114")
 def own_hooks_run_outside(part):
     """Attributes a module with forward hooks to its caller."""
 
@@ -29,7 +27,7 @@ def own_hooks_run_outside(part):
     return with_parents(part, change)
 
 
-@mutant(area=AREA, kills={"MT-115"})
+@mutant("MT-115")
 def threads_share_a_set(part):
     """Shares one set of names between all threads."""
     lock = threading.Lock()
@@ -43,7 +41,7 @@ def threads_share_a_set(part):
     return with_parents(part, change)
 
 
-@mutant(area=AREA, kills={"MT-116"})
+@mutant("MT-116")
 def second_entry_counts_twice(part):
     """Has each event twice if entered twice."""
 
@@ -61,7 +59,7 @@ def second_entry_counts_twice(part):
     return with_hooks(with_tracker(part, __enter__=enter), change)
 
 
-@mutant(area=AREA, kills={"MT-122"})
+@mutant("MT-122")
 def modules_are_compared_by_value(part):
     """Stores names in a dictionary by module, which calls `__hash__` and `__eq__`."""
 
@@ -72,7 +70,7 @@ def modules_are_compared_by_value(part):
     return with_parents(part, change)
 
 
-@mutant(area=AREA, kills={"MT-124", "MT-402"})
+@mutant("MT-124 MT-402")
 def compiled_models_are_unseen(part):
     """Is disabled while code is compiled."""
 
@@ -90,7 +88,7 @@ def compiled_models_are_unseen(part):
     return with_hooks(part, lambda t, hooks: [*map(eager, hooks[:2]), *hooks[2:]])
 
 
-@mutant(area=AREA, kills={"MT-132"})
+@mutant("MT-132")
 def fake_tensors_are_unseen(part):
     """Has no events for modules with fake tensors."""
 
@@ -104,7 +102,7 @@ def fake_tensors_are_unseen(part):
     return with_hooks(part, lambda t, hooks: [real(hook) for hook in hooks])
 
 
-@mutant(area=AREA, kills={"MT-137"})
+@mutant("MT-137")
 def first_to_leave_takes_all_with_it(part):
     """Stops every tracker when one is left."""
     entered = []
@@ -130,7 +128,7 @@ def first_to_leave_takes_all_with_it(part):
     return with_tracker(part, __enter__=enter, __exit__=guarded)
 
 
-@mutant(area=AREA, kills={"MT-116"})
+@mutant("MT-116")
 def entered_again_is_deaf(part):
     """Has no events once it is entered a second time."""
 

@@ -15,8 +15,6 @@ from .faults.mod_tracker import (
     with_tracker,
 )
 
-AREA = "mod-tracker"
-
 
 def _without_parts_of_dicts(tracker, names):
     def in_dict(name):
@@ -25,34 +23,31 @@ def _without_parts_of_dicts(tracker, names):
     return {name for name in names if not in_dict(name)}
 
 
-@mutant(area=AREA, kills={"MT-001"})
+@mutant("MT-001")
 def innermost_is_missing_in_forward(part):
     """Leaves modules of a ModuleDict out of `parents`."""
     return with_parents(part, lambda t, n: n if t.is_bw else _without_parts_of_dicts(t, n))
 
 
-@mutant(area=AREA, kills={"MT-002"})
+@mutant("MT-002")
 def innermost_is_missing_in_backward(part):
     """Leaves modules of a ModuleDict out of `parents` in backward."""
     return with_parents(part, lambda t, n: _without_parts_of_dicts(t, n) if t.is_bw else n)
 
 
-@mutant(area=AREA, kills={"MT-003"})
+@mutant("MT-003")
 def only_the_first_iteration_is_seen(part):
     """Has no events for a root that is called again."""
     return with_parents(part, lambda t, n: {"Global"} if t.iteration else n)
 
 
-@mutant(
-    area=AREA,
-    kills={"MT-004", "MT-005", "MT-007", "MT-009", "MT-010", "MT-102", "MT-109", "MT-133"},
-)
+@mutant("MT-004 MT-005 MT-007 MT-009 MT-010 MT-102 MT-109 MT-133")
 def direction_is_turned_around(part):
     """Reports backward in forward."""
     return with_tracker(part, is_bw=lambda base, self: not base.is_bw.fget(self))
 
 
-@mutant(area=AREA, kills={"MT-005"})
+@mutant("MT-005")
 def backward_never_ends(part):
     """Reports backward after a backward has ended."""
 
@@ -66,7 +61,7 @@ def backward_never_ends(part):
     return with_tracker(at_first_entry(part, listen), is_bw=is_bw)
 
 
-@mutant(area=AREA, kills={"MT-006"})
+@mutant("MT-006")
 def inputs_close_inside_out(part):
     """In backward, leaves a module only after all modules inside it."""
 
@@ -95,7 +90,7 @@ def inputs_close_inside_out(part):
     return with_hooks(part, change)
 
 
-@mutant(area=AREA, kills={"MT-007"})
+@mutant("MT-007")
 def name_is_not_among_the_parents_in_backward_hooks(part):
     """Removes the module from `parents` before its last hook."""
 
@@ -113,7 +108,7 @@ def name_is_not_among_the_parents_in_backward_hooks(part):
     return with_parents(changed, lambda t, n: {"Global"} if getattr(t, "hidden", False) else n)
 
 
-@mutant(area=AREA, kills={"MT-008"})
+@mutant("MT-008")
 def second_hook_replaces_the_first(part):
     """Accepts every registration."""
 
@@ -127,7 +122,7 @@ def second_hook_replaces_the_first(part):
     return with_tracker(part, register_user_hooks=register)
 
 
-@mutant(area=AREA, kills={"MT-009"})
+@mutant("MT-009")
 def hooks_of_dead_modules_are_dropped(part):
     """Calls no hook for a freed module."""
 
@@ -137,7 +132,7 @@ def hooks_of_dead_modules_are_dropped(part):
     return with_hooks(part, lambda t, hooks: [*hooks[:2], alive(hooks[2]), alive(hooks[3])])
 
 
-@mutant(area=AREA, kills={"MT-010", "MT-011"})
+@mutant("MT-010 MT-011")
 def recompute_is_silent(part):
     """Calls no forward hook in recomputation."""
 
@@ -150,7 +145,7 @@ def recompute_is_silent(part):
     return with_hooks(part, change)
 
 
-@mutant(area=AREA, kills={"MT-011", "MT-118"})
+@mutant("MT-011 MT-118")
 def closing_events_are_lost(part):
     """Leaves no module at the end of a backward."""
     return with_hooks(
@@ -162,13 +157,13 @@ def closing_events_are_lost(part):
     )
 
 
-@mutant(area=AREA, kills={"MT-012"})
+@mutant("MT-012")
 def strangers_have_names(part):
     """Returns a name for every module."""
     return with_names(part, lambda module, name: name or type(module).__name__)
 
 
-@mutant(area=AREA, kills={"MT-010", "MT-011", "MT-111"})
+@mutant("MT-010 MT-011 MT-111")
 def failed_forward_leaves_an_event(part):
     """Has one more exit after a failed forward."""
 

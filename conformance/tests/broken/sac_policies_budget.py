@@ -9,8 +9,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from torchparts_conformance.mutants import mutant, overlay
 
-AREA = "sac-policies"
-
 
 def _keeps_nothing(policy):
     try:
@@ -30,13 +28,13 @@ def _as_torch(part, wrong):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-140", "SP-157", "SP-215"})
+@mutant("SP-140 SP-157 SP-215")
 def changed_leaves_are_read(part):
     """Recomputes a region of one leaf with changed parameters."""
     return _as_torch(part, lambda args, kwargs: len(args) == 1 and args[0].is_leaf)
 
 
-@mutant(area=AREA, kills={"SP-141"})
+@mutant("SP-141")
 def gradient_inside_runs_all_of_the_region(part):
     """Without early stop, runs a region to its end for a gradient inside it."""
     return _as_torch(part, lambda args, kwargs: kwargs.get("early_stop") is False)

@@ -12,8 +12,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torchparts_conformance.mutants import mutant, overlay
 
-AREA = "sac-policies"
-
 
 def _torch_where(part, takes):
     """The part with torch's checkpoint for calls that match `takes(policy, args)`."""
@@ -31,19 +29,19 @@ def _is_one_value(args):
     return len(args) == 1 and isinstance(args[0], torch.Tensor) and not args[0].is_leaf
 
 
-@mutant(area=AREA, kills={"SP-045", "SP-159"})
+@mutant("SP-045 SP-159")
 def changed_values_are_read(part):
     """Recomputes a region of one non-leaf value with changed values."""
     return _torch_where(part, lambda policy, args: isfunction(policy) and _is_one_value(args))
 
 
-@mutant(area=AREA, kills={"SP-159", "SP-133"})
+@mutant("SP-133 SP-159")
 def other_data_is_saved_again(part):
     """Saves the products of such a region, and its changed weights."""
     return _torch_where(part, lambda policy, args: isinstance(policy, list) and _is_one_value(args))
 
 
-@mutant(area=AREA, kills={"SP-220"})
+@mutant("SP-220")
 def arguments_are_copied(part):
     """Calls a function with copies of its keyword and other arguments."""
 

@@ -11,26 +11,10 @@ from torchparts_conformance.mutants import mutant, overlay
 
 from .faults.sac_policies import changed
 
-AREA = "sac-policies"
-
 OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_stop", "debug")
 
 
-@mutant(
-    area=AREA,
-    kills={
-        "SP-001",
-        "SP-002",
-        "SP-003",
-        "SP-004",
-        "SP-005",
-        "SP-006",
-        "SP-007",
-        "SP-012",
-        "SP-013",
-        "SP-026",
-    },
-)
+@mutant("SP-001 SP-002 SP-003 SP-004 SP-005 SP-006 SP-007 SP-012 SP-013 SP-026")
 def region_is_forgotten(part):
     """Without a policy, calls the function without a region."""
 
@@ -44,40 +28,15 @@ def region_is_forgotten(part):
 
 
 @mutant(
-    area=AREA,
-    kills={
-        "SP-001",
-        "SP-002",
-        "SP-003",
-        "SP-004",
-        "SP-005",
-        "SP-006",
-        "SP-007",
-        "SP-008",
-        "SP-009",
-        "SP-010",
-        "SP-012",
-        "SP-013",
-        "SP-015",
-        "SP-016",
-        "SP-019",
-        "SP-020",
-        "SP-021",
-        "SP-022",
-        "SP-025",
-        "SP-026",
-        "SP-027",
-        "SP-028",
-        "SP-029",
-        "SP-164",
-    },
+    "SP-001 SP-002 SP-003 SP-004 SP-005 SP-006 SP-007 SP-008 SP-009 SP-010 SP-012 SP-013 SP-015"
+    " SP-016 SP-019 SP-020 SP-021 SP-022 SP-025 SP-026 SP-027 SP-028 SP-029 SP-164"
 )
 def checkpoint_cannot_be_traced(part):
     """Hides checkpoint from the compiler."""
     return overlay(part, checkpoint=torch.compiler.disable(part.checkpoint))
 
 
-@mutant(area=AREA, kills={"SP-003", "SP-021"})
+@mutant("SP-003 SP-021")
 def options_reach_the_function(part):
     """Also passes preserve_rng_state to the function."""
 
@@ -89,7 +48,7 @@ def options_reach_the_function(part):
     return changed(part, change)
 
 
-@mutant(area=AREA, kills={"SP-012"})
+@mutant("SP-012")
 def keyword_arguments_are_lost(part):
     """Drops keyword arguments that are not options of checkpoint."""
     taken = (*OPTIONS, "context_fn")
@@ -101,7 +60,7 @@ def keyword_arguments_are_lost(part):
     return changed(part, change)
 
 
-@mutant(area=AREA, kills={"SP-008"})
+@mutant("SP-008")
 def random_state_is_not_restored(part):
     """Draws new random numbers in the recomputation."""
 
@@ -111,7 +70,7 @@ def random_state_is_not_restored(part):
     return changed(part, change)
 
 
-@mutant(area=AREA, kills={"SP-014", "SP-018"})
+@mutant("SP-014 SP-018")
 def policy_is_inverted(part):
     """Swaps saving and recomputing."""
 
@@ -125,7 +84,7 @@ def policy_is_inverted(part):
     return overlay(part, context_fn=lambda policy: part.context_fn(inverted(policy)))
 
 
-@mutant(area=AREA, kills={"SP-022"})
+@mutant("SP-022")
 def contexts_are_not_checked(part):
     """Ignores the contexts that are passed."""
 
@@ -136,7 +95,7 @@ def contexts_are_not_checked(part):
     return changed(part, change)
 
 
-@mutant(area=AREA, kills={"SP-023"})
+@mutant("SP-023")
 def autocast_ends_at_the_region(part):
     """Runs the function in full precision in eager code."""
 
@@ -150,26 +109,8 @@ def autocast_ends_at_the_region(part):
 
 
 @mutant(
-    area=AREA,
-    kills={
-        "SP-001",
-        "SP-002",
-        "SP-003",
-        "SP-004",
-        "SP-005",
-        "SP-006",
-        "SP-007",
-        "SP-008",
-        "SP-009",
-        "SP-011",
-        "SP-012",
-        "SP-013",
-        "SP-022",
-        "SP-023",
-        "SP-024",
-        "SP-025",
-        "SP-026",
-    },
+    "SP-001 SP-002 SP-003 SP-004 SP-005 SP-006 SP-007 SP-008 SP-009 SP-011 SP-012 SP-013 SP-022"
+    " SP-023 SP-024 SP-025 SP-026"
 )
 def compiled_region_is_left_out(part):
     """Returns the first argument instead of compiling a region without a policy."""

@@ -14,34 +14,10 @@ from torchparts_conformance.mutants import mutant, overlay
 
 from .faults.sac_policies import changed, eager_only
 
-AREA = "sac-policies"
-
 
 @mutant(
-    area=AREA,
-    kills={
-        "SP-014",
-        "SP-015",
-        "SP-016",
-        "SP-017",
-        "SP-018",
-        "SP-019",
-        "SP-021",
-        "SP-029",
-        "SP-030",
-        "SP-031",
-        "SP-032",
-        "SP-039",
-        "SP-041",
-        "SP-043",
-        "SP-133",
-        "SP-134",
-        "SP-140",
-        "SP-141",
-        "SP-157",
-        "SP-159",
-        "SP-215",
-    },
+    "SP-014 SP-015 SP-016 SP-017 SP-018 SP-019 SP-021 SP-029 SP-030 SP-031 SP-032 SP-039 SP-041"
+    " SP-043 SP-133 SP-134 SP-140 SP-141 SP-157 SP-159 SP-215"
 )
 def policy_is_ignored(part):
     """Recomputes everything, for any policy."""
@@ -52,7 +28,7 @@ def policy_is_ignored(part):
     return changed(part, change, context_fn=lambda policy: part.context_fn([]))
 
 
-@mutant(area=AREA, kills={"SP-038"})
+@mutant("SP-038")
 def outputs_stay(part):
     """Keeps the outputs of a region after its backward."""
     held = []
@@ -64,7 +40,7 @@ def outputs_stay(part):
     return changed(part, result=keep)
 
 
-@mutant(area=AREA, kills={"SP-031"})
+@mutant("SP-031")
 def offload_is_recomputed(part):
     """Recomputes offloaded values, as torch does in eager code."""
 
@@ -79,7 +55,7 @@ def offload_is_recomputed(part):
     return changed(part, eager_only(without))
 
 
-@mutant(area=AREA, kills={"SP-032"})
+@mutant("SP-032")
 def unmatched_packets_are_silent(part):
     """Does not warn about policies that match nothing."""
 
@@ -93,7 +69,7 @@ def unmatched_packets_are_silent(part):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-043"})
+@mutant("SP-043")
 def none_means_recompute(part):
     """Treats None as a decision to recompute."""
 
@@ -104,28 +80,8 @@ def none_means_recompute(part):
 
 
 @mutant(
-    area=AREA,
-    kills={
-        "SP-031",
-        "SP-032",
-        "SP-034",
-        "SP-035",
-        "SP-036",
-        "SP-039",
-        "SP-041",
-        "SP-042",
-        "SP-043",
-        "SP-044",
-        "SP-045",
-        "SP-133",
-        "SP-134",
-        "SP-135",
-        "SP-140",
-        "SP-141",
-        "SP-157",
-        "SP-159",
-        "SP-215",
-    },
+    "SP-031 SP-032 SP-034 SP-035 SP-036 SP-039 SP-041 SP-042 SP-043 SP-044 SP-045 SP-133 SP-134"
+    " SP-135 SP-140 SP-141 SP-157 SP-159 SP-215"
 )
 def values_are_cached_as_torch_does(part):
     """Like torch: each saved value is returned once, even if overwritten, and bypasses hooks."""
@@ -143,7 +99,7 @@ def values_are_cached_as_torch_does(part):
     return overlay(part, checkpoint=checkpoint, context_fn=context_fn)
 
 
-@mutant(area=AREA, kills={"SP-033"})
+@mutant("SP-033")
 def overwritten_values_are_used(part):
     """Uses saved values as a later operator of the region left them."""
 
@@ -158,7 +114,7 @@ def overwritten_values_are_used(part):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-046"})
+@mutant("SP-046")
 def saved_views_count_twice(part):
     """Adds the gradient of a region twice if its policy saves views."""
 
@@ -170,7 +126,7 @@ def saved_views_count_twice(part):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-039"})
+@mutant("SP-039")
 def hooks_around_regions_are_ignored(part):
     """Saves values that saved-tensor hooks around a region do not see."""
 
@@ -181,7 +137,7 @@ def hooks_around_regions_are_ignored(part):
     return overlay(part, checkpoint=checkpoint)
 
 
-@mutant(area=AREA, kills={"SP-163"})
+@mutant("SP-163")
 def compiled_parts_run_in_eager_code(part):
     """Disables the compiler while a function runs in an eager region."""
 
@@ -197,7 +153,7 @@ def compiled_parts_run_in_eager_code(part):
     return changed(part, change)
 
 
-@mutant(area=AREA, kills={"SP-164"})
+@mutant("SP-164")
 def compiled_regions_draw_once_more(part):
     """Draws a random number in every compiled region."""
 

@@ -17,7 +17,7 @@ PREFIXES: Mapping[str, str] = {
 AREAS = tuple(PREFIXES)
 PARTS = tuple(area for area in AREAS if area != "combined")
 LEVELS = ("MUST", "SHOULD")
-# Any device except the CPU. A requirement may also name one kind.
+# Any device except the CPU.
 ACCELERATOR = "accelerator"
 # What the tests and the documentation of torch say. Every implementation is judged by it.
 CORE = "core"

@@ -132,22 +132,25 @@ def _marks(
     node: ast.FunctionDef, place: str, area: str
 ) -> Iterator[tuple[str, Requirement | None]]:
     """Return the marks in decorators, also those inside a parametrization."""
+    takes_device = "device" in {argument.arg for argument in node.args.args}
     for inner in (inner for decorator in node.decorator_list for inner in ast.walk(decorator)):
         if isinstance(inner, ast.Call) and ast.unparse(inner.func) == "requirement":
             try:
-                yield _mark(inner, area)
+                yield _mark(inner, area, on_accelerators=takes_device)
             except (ValueError, TypeError) as error:
                 raise RegistryError(f"{place}:{inner.lineno} {error}") from error
 
 
-def _mark(call: ast.Call, area: str) -> tuple[str, Requirement | None]:
+def _mark(call: ast.Call, area: str, *, on_accelerators: bool) -> tuple[str, Requirement | None]:
     facts: dict[str, Any] = {str(word.arg): _literal(word.value) for word in call.keywords}
     id, *text = [_literal(argument) for argument in call.args] or [None]
     if len(text) > 1:
         raise ValueError("requirement takes one id and its text; stack decorators for several.")
     if (area_of := area_of_id(id)) != area:
         raise ValueError(f"requirement {id} is of {area_of}, but the case is of {area}.")
-    return id, declared(id, *text, **facts) if text or facts else None
+    if not text and not facts:
+        return id, None
+    return id, declared(id, *text, on_accelerators=on_accelerators, **facts)
 
 
 def _literal(node: ast.expr) -> Any:

@@ -13,7 +13,6 @@ from torchparts_conformance.requirements._areas import (
     LEVELS,
     PREFIXES,
     ROBUST,
-    is_device,
 )
 
 _Case = TypeVar("_Case", bound=Callable[..., Any])
@@ -38,7 +37,7 @@ class Requirement:
         area: such as `ckpt-wrap`.
         text: the whole requirement, with MUST or SHOULD.
         profile: `core` if it has a source; else `robust` or a capability.
-        devices: kinds of devices it applies to; `accelerator` is every kind but the CPU.
+        devices: the CPU, and accelerators if its first case takes `device`.
         source: name of the test of PyTorch that it comes from, or dotted name of the documented
             object; empty if it is torchparts' own.
         quote: the words of the object's documentation.
@@ -66,7 +65,7 @@ class Requirement:
 
     def is_for(self, device: str) -> bool:
         """Return whether it applies to a kind of device."""
-        return device in self.devices or (device != "cpu" and ACCELERATOR in self.devices)
+        return device == "cpu" or ACCELERATOR in self.devices
 
 
 def requirement(
@@ -77,11 +76,11 @@ def requirement(
     source: str = "",
     quote: str = "",
     profile: str = "",
-    devices: tuple[str, ...] = ("cpu", ACCELERATOR),
 ) -> Callable[[_Case], _Case]:
     """Declare a requirement on its first case; `@requirement(id)` marks further cases of it.
 
-    The suite reads the decorator from the file, so each argument must be a literal.
+    The suite reads the decorator from the file, so each argument must be a literal. A case that
+    takes `device` runs on each chosen device, any other case on the CPU.
 
     Args:
         id: such as `"CW-012"`.
@@ -92,7 +91,6 @@ def requirement(
         quote: the words of that documentation.
         profile: a capability, such as `"compile"`; without it, a requirement of torchparts' own is
             `robust`.
-        devices: kinds of devices it applies to.
     Raises:
         ValueError: an argument is missing or has the wrong form.
     Example:
@@ -103,9 +101,14 @@ def requirement(
         )
         def test_dropout_is_replayed(part, device): ...
     """
-    facts = {"rationale": rationale, "source": source, "quote": quote, "profile": profile}
+    facts: dict[str, Any] = {
+        "rationale": rationale,
+        "source": source,
+        "quote": quote,
+        "profile": profile,
+    }
     if text or any(facts.values()):
-        declared(id, text, devices=devices, **facts)
+        declared(id, text, **facts)
     else:
         area_of_id(id)
     import pytest  # adapters import this package without needing pytest
@@ -127,30 +130,27 @@ def area_of_id(id: str) -> str:
     return _AREA_OF[id.partition("-")[0]]
 
 
-def declared(id: str, text: str = "", **facts: Any) -> Requirement:
+def declared(id: str, text: str = "", *, on_accelerators: bool = True, **facts: Any) -> Requirement:
     """Make a requirement from the arguments of its decorator.
 
     Raises:
         ValueError: an argument is missing or has the wrong form.
     """
     area = area_of_id(id)
-    facts = {"text": text, "devices": ("cpu", ACCELERATOR), **facts}
+    facts = {"text": text, **facts}
     if reason := _violation(facts):
         raise ValueError(f"requirement {id}: {reason}")
     facts["profile"] = CORE if facts.get("source") else facts.get("profile") or ROBUST
-    return Requirement(id=id, area=area, **facts)
+    devices = ("cpu", ACCELERATOR) if on_accelerators else ("cpu",)
+    return Requirement(id=id, area=area, devices=devices, **facts)
 
 
 def _levels(text: str) -> list[str]:
     return [level for level in LEVELS if re.search(rf"\b{level}\b", text)]
 
 
-def _violation(facts: dict[str, Any]) -> str:
+def _violation(texts: dict[str, str]) -> str:
     """Return what is wrong with the arguments of a requirement, or ""."""
-    devices = facts["devices"]
-    if not isinstance(devices, tuple) or not devices or not all(map(is_device, devices)):
-        return f"devices is {devices!r:.60}; it must be a tuple such as ('cpu', 'accelerator')."
-    texts = {word: value for word, value in facts.items() if word != "devices"}
     if wrong := sorted(word for word, value in texts.items() if not isinstance(value, str)):
         return f"{', '.join(wrong)} must be text."
     if not texts["text"].strip():

@@ -154,9 +154,8 @@ def test_func_grad(part, device):
     rationale=(
         "reproduced on torch 2.13: copies it, to pinned memory if that is available; pytorch#86097"
     ),
-    devices=("cpu",),
 )
-def test_offload_copies_nothing_on_the_cpu(part, device):
+def test_offload_copies_nothing_on_the_cpu(part):
     """Counts calls of the copying methods of tensors in a forward and backward."""
     module = part.offload_wrapper(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)))
     x = torch.randn(8, 64, requires_grad=True)

@@ -97,7 +97,6 @@ def _all_four(parts, rank, world_size):
     "FLOPs by phase on each rank.",
     rationale="each part can be right alone and wrong in combination",
     profile="distributed",
-    devices=("cpu",),
 )
 @WORLDS
 def test_all_four_over_ranks(ranks, world_size):

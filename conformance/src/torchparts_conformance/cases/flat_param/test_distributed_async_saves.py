@@ -46,7 +46,6 @@ def _trained_meanwhile(part: Any, rank: int, world_size: int, folder: str) -> li
     "even if training continues, and its future MUST finish when `save_sharded` would return.",
     rationale="a late or missing copy mixes two steps, and no checksum shows it",
     profile="distributed",
-    devices=("cpu",),
 )
 def test_async_save_has_the_state_of_its_call(part, ranks, tmp_path):
     """A step after the call, before the save has ended, is not saved."""

@@ -28,7 +28,6 @@ def _state_dict(part: Any, rank: int, world_size: int) -> list[Any]:
     "them.",
     rationale="pytorch#102667: LOCAL_STATE_DICT does not load again even on two ranks",
     profile="distributed",
-    devices=("cpu",),
 )
 def test_state_dict_equals_the_plain_one(part, ranks):
     """Keys, shapes, dtypes and values, on both ranks, also after loading."""
@@ -65,7 +64,6 @@ def _hostile(part: Any, rank: int, world_size: int, folder: str) -> list[bool]:
     "A checkpoint whose metadata contains code MUST be refused without running that code.",
     rationale="torch.distributed.checkpoint unpickles its metadata",
     profile="distributed",
-    devices=("cpu",),
 )
 def test_hostile_checkpoint_is_refused_without_running_code(part, ranks, tmp_path):
     """Loading raises, and the file was not created."""
@@ -100,7 +98,6 @@ def _damaged(part: Any, rank: int, world_size: int, folder: str, which: str) -> 
         "damaged weights"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_changed_byte_is_refused(part, ranks, tmp_path):
     """In the first rank's part, which at least the first rank reads."""
@@ -114,7 +111,6 @@ def test_changed_byte_is_refused(part, ranks, tmp_path):
     "of every rank unchanged.",
     rationale="otherwise a caller that catches the error trains a mixture of two models",
     profile="distributed",
-    devices=("cpu",),
 )
 def test_load_that_fails_on_one_rank_changes_none(part, ranks, tmp_path):
     """Damage in one rank's part raises on both ranks, and both keep their parameters."""

@@ -74,7 +74,6 @@ def _whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
         "models too wide for one rank combine tensor parallelism with sharding over the other axis"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_tensor_parallel_parameters_train_as_in_one_process(part, ranks):
     """A 2 x 2 mesh: data parallel over one axis, tensor parallel over the other."""
@@ -103,7 +102,6 @@ def _outer_first(part: Any, rank: int, world_size: int) -> list[Any]:
     "raise an error that names a parameter.",
     rationale="reproduced: the error blamed another rank for the order of the calls",
     profile="distributed",
-    devices=("cpu",),
 )
 def test_outer_module_sharded_first_is_right_or_refused(part, ranks):
     """The whole model is sharded, and then its blocks."""
@@ -155,7 +153,6 @@ def _compiled(part: Any, rank: int, world_size: int) -> list[float]:
     "sharding, with the gradients of one process.",
     rationale="graph breaks are silent, and each costs more than compiling saves",
     profile="distributed",
-    devices=("cpu",),
 )
 def test_compiled_units_are_one_graph(part, ranks):
     """Compiled before or after sharding with fullgraph=True."""

@@ -54,7 +54,6 @@ def _frozen_beside_trained(part: Any, rank: int, world_size: int) -> list[Any]:
         " gradient that shows the end of its backward"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_frozen_parameters_stay_and_the_others_train(part, ranks):
     """Frozen layers in a trained unit, a frozen unit, and all units but the outer one."""
@@ -89,7 +88,6 @@ def _shared_inside_a_unit(part: Any, rank: int, world_size: int) -> list[Any]:
     "sum of the gradients of all uses.",
     rationale="tied embeddings; separate copies differ after the first step",
     profile="distributed",
-    devices=("cpu",),
 )
 def test_weight_shared_inside_a_unit_trains_as_one(part, ranks):
     """One parameter under both names, with the sum of the gradients of its uses."""
@@ -115,7 +113,6 @@ def _twice(part: Any, rank: int, world_size: int) -> float:
         "again scales them"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_backward_adds_to_existing_gradients(part, ranks):
     """Two full steps of communication without zero_grad between them."""
@@ -143,7 +140,6 @@ def _two_forwards(part: Any, rank: int, world_size: int) -> list[float]:
         "are needed again by the second"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_forward_twice_before_one_backward(part, ranks):
     """The gradient is that of the sum of both losses."""
@@ -168,7 +164,6 @@ def _unit_by_itself(part: Any, rank: int, world_size: int) -> float:
         "raises in the next: reproduced on 2.13"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_unit_called_alone_before_the_whole_module(part, ranks):
     """An inner unit trains alone, and then as a part of the whole module."""
@@ -195,7 +190,6 @@ def _low_precision(part: Any, rank: int, world_size: int) -> list[Any]:
     "bfloat16, and gradients, parameters and state dict MUST stay float32.",
     rationale="updates too small for bfloat16 are lost if stored parameters are bfloat16",
     profile="distributed",
-    devices=("cpu",),
 )
 def test_mixed_precision_computes_low_and_stores_high(part, ranks):
     """Outputs in bfloat16, gradients and state in float32, close to the plain model's."""
@@ -232,7 +226,6 @@ def _looking(part: Any, rank: int, world_size: int) -> list[Any]:
         "validation between training steps; autograd cannot use tensors created in inference_mode"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_evaluation_does_not_change_the_next_step(part, ranks):
     """Outputs without gradients equal the plain ones, and the next training step is right."""
@@ -261,7 +254,6 @@ def _in_parts(part: Any, rank: int, world_size: int) -> float:
     "gradients of one process.",
     rationale="auxiliary losses of inner layers",
     profile="distributed",
-    devices=("cpu",),
 )
 def test_backward_through_a_part_of_the_outputs(part, ranks):
     """Losses of an inner output and of one column; one pass leaves nothing for the next."""

@@ -59,7 +59,6 @@ def _stopped(part: Any, rank: int, world_size: int) -> list[float]:
     "be those of a model without the stopped backward.",
     rationale="steps often end by Ctrl-C in a notebook or by an error in a user's hook",
     profile="distributed",
-    devices=("cpu",),
 )
 def test_a_stopped_backward_leaves_nothing(part, ranks):
     """The next step equals that of a model without the stopped backward."""
@@ -92,7 +91,6 @@ def _frozen_head(part: Any, rank: int, world_size: int) -> float:
         "a frozen head behind a trained unit has no gradient of its own that shows when it is done"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_a_frozen_head_is_readable_until_backward_is_done(part, ranks):
     """A trained unit followed by a frozen layer of the outermost unit."""
@@ -127,7 +125,6 @@ def _in_backward(part: Any, rank: int, world_size: int) -> list[Any]:
     "with .grad set, and an optimizer step in that hook MUST train like a step after backward.",
     rationale="if the hook is never called, nothing trains and nothing raises",
     profile="distributed",
-    devices=("cpu",),
 )
 def test_an_optimizer_in_backward_trains(part, ranks):
     """The hook of each used parameter is called once per step and steps the optimizer."""
@@ -164,7 +161,6 @@ def _left_out(part: Any, rank: int, world_size: int) -> str:
         "no message named the unit; lightseekorg/TorchSpec#126"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_unit_called_by_some_ranks_only_is_named(part, ranks):
     """Both ranks name the block that only one of them called."""

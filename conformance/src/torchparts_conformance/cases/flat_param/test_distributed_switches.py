@@ -62,7 +62,6 @@ def _coded(part: Any, rank: int, world_size: int) -> float:
         "`register_fsdp_forward_method`; pytorch#109385"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_methods_compute_with_whole_parameters(part, ranks):
     """`decode(encode(x))` of a module that is one unit and is never called itself."""
@@ -90,7 +89,6 @@ def _switched(part: Any, rank: int, world_size: int) -> list[Any]:
         "context"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_gradient_sync_is_switched_off_and_on(part, ranks):
     """Two backward passes without reduction, and one that reduces all three."""
@@ -136,7 +134,6 @@ def _gathered_by_hand(part: Any, rank: int, world_size: int) -> list[Any]:
     "again, a forward after `reshard()` MUST, and gradients MUST be those of one process.",
     rationale="FSDP2's users prefetch units by hand, and read or use weights outside of forward",
     profile="distributed",
-    devices=("cpu",),
 )
 def test_units_are_unsharded_by_hand(part, ranks):
     """A step does not gather again a unit that was unsharded by hand."""

@@ -45,7 +45,6 @@ def _every_way(part: Any, rank: int, world_size: int) -> list[float]:
         "FlatParamHandle pads with 42, which leaks into norms"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_training_equals_one_process(part, ranks):
     """Parameters after three steps equal those of one process."""
@@ -66,7 +65,6 @@ def _hybrid(part: Any, rank: int, world_size: int) -> float:
         "axis only"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_hybrid_training_equals_one_process(part, ranks):
     """Two replicas of two shards train like one process."""
@@ -106,7 +104,6 @@ def _used_by_first_only(part: Any, rank: int, world_size: int) -> list[Any]:
         "on 2.13"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_gradients_are_unset_only_where_no_rank_used_the_parameter(part, ranks):
     """The ranks' pieces form the mean gradient; unused parameters have None."""
@@ -137,7 +134,6 @@ def _clipped(part: Any, rank: int, world_size: int) -> list[float]:
     "raise an error.",
     rationale="FSDP1 silently clips each rank by its own norm: reproduced on 2.13",
     profile="distributed",
-    devices=("cpu",),
 )
 def test_clipping_uses_the_norm_over_all_ranks(part, ranks):
     """The norm is that of one process, or an error is raised."""
@@ -162,7 +158,6 @@ def _accumulated(part: Any, rank: int, world_size: int) -> float:
     "them.",
     rationale="gradient accumulation; otherwise each backward costs a reduction over ranks",
     profile="distributed",
-    devices=("cpu",),
 )
 def test_no_sync_accumulates(part, ranks):
     """A step after the next backward is that of one process."""
@@ -188,7 +183,6 @@ def _tied(part: Any, rank: int, world_size: int) -> str:
         "pytorch#77724; FSDP1 fails with 'size mismatch' in the forward pass: reproduced on 2.13"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_weights_tied_across_units_are_refused_by_name(part, ranks):
     """The message has both names."""
@@ -220,7 +214,6 @@ def _adafactor(part: Any, rank: int, world_size: int) -> list[Any]:
         "on 2.13"
     ),
     profile="distributed",
-    devices=("cpu",),
 )
 def test_whole_tensor_optimizers_match_or_refuse(part, ranks):
     """Adafactor matches on whole tensors and raises on pieces."""

@@ -101,6 +101,12 @@ def run_compiled(
     return graphs
 
 
+def products(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> tuple[int, int]:
+    """Return the number of products in the forward and backward graph of `run_compiled`."""
+    graphs, product = run_compiled(function, *args), aten.mm.default
+    return count(graphs.forward, product), count(graphs.backward, product)
+
+
 def _differentiate(function: Any, args: tuple[Any, ...]) -> tuple[list[Any], torch.Tensor]:
     """Run the function and call backward(), which reentrant checkpoints need, on fresh leaves."""
     torch.manual_seed(0)

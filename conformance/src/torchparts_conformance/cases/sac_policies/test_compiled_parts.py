@@ -15,11 +15,10 @@ from torchparts_conformance import requirement
         "pytorch/pytorch#161889: selective checkpointing silently ran a compiled function "
         "uncompiled"
     ),
-    devices=("cpu",),
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's
 @pytest.mark.parametrize("keeps", [False, True])
-def test_compiled_code_in_a_region_runs_compiled(part, device, keeps):
+def test_compiled_code_in_a_region_runs_compiled(part, keeps):
     """In forward and in recomputation: one graph, never run eagerly."""
     torch.compiler.reset()
     graphs, calls = [], []
@@ -34,7 +33,7 @@ def test_compiled_code_in_a_region_runs_compiled(part, device, keeps):
         return run
 
     inner = torch.compile(lambda t: (t.sin() * t).cos(), backend=backend)
-    x = torch.linspace(-1, 1, 64, device=device).reshape(8, 8).requires_grad_()
+    x = torch.linspace(-1, 1, 64).reshape(8, 8).requires_grad_()
     policy = [torch.ops.aten.mm.default] if keeps else []
     expected = torch.autograd.grad(((x @ x).sin() * (x @ x)).cos().sum(), x)[0]
     for step in range(1, 4):
@@ -53,10 +52,9 @@ def test_compiled_code_in_a_region_runs_compiled(part, device, keeps):
         "pytorch/pytorch#190758: a memory budget with dropout corrupted random state under the "
         "compiler"
     ),
-    devices=("cpu",),
 )
 @pytest.mark.parametrize("policy", [[], [torch.ops.aten.mm.default]], ids=["nothing", "products"])
-def test_compiled_region_uses_one_dropout_mask(part, device, policy):
+def test_compiled_region_uses_one_dropout_mask(part, policy):
     """Dropout in a compiled region: one mask; the generator as without the region."""
 
     def function(t):
@@ -64,7 +62,7 @@ def test_compiled_region_uses_one_dropout_mask(part, device, policy):
         dropped = F.dropout(hidden, 0.5)
         return dropped.cos(), dropped, hidden
 
-    x = torch.linspace(-1, 1, 64, device=device).reshape(8, 8).requires_grad_()
+    x = torch.linspace(-1, 1, 64).reshape(8, 8).requires_grad_()
     left = []
     for compiles in (lambda t: function(t), lambda t: part.checkpoint(function, t, policy=policy)):
         torch.compiler.reset()

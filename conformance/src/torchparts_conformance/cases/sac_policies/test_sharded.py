@@ -63,7 +63,6 @@ def _trains_alike(part: Any, rank: int, world_size: int) -> bool:
     rationale=(
         "pytorch#185178, pytorch#196862; on 2.13 operators of the all-gather shift the saved values"
     ),
-    devices=("cpu",),
 )
 def test_sharded_blocks_with_everything_saved(part, ranks):
     """FSDP's all-gather runs in forward only and must not shift saved values."""
