@@ -7,8 +7,9 @@ interrupted gather leaves the unit resharded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -25,22 +26,26 @@ STOPPED = object()
 class UnshardHandle:
     """A gather that `ShardedModule.unshard` has started."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, show: Callable[[], None]) -> None:
+        self._show = show
 
     def wait(self) -> None:
         """Wait for the unsharded parameters and show them.
 
         Does nothing in a second call, or after a forward, backward or `reshard()` freed them.
         """
-        unit = self._unit
-        unit.schedule.settle()
-        if unit.is_by_hand and not unit.is_shown:
-            try:
-                unit.show()
-            except BaseException:
-                unit.reshard()
-                raise
+        self._show()
+
+
+def _show(unit: Unit) -> None:
+    """Show a unit whose gather was begun, if nothing has freed it since."""
+    unit.schedule.settle()
+    if unit.is_by_hand and not unit.is_shown:
+        try:
+            unit.show()
+        except BaseException:
+            unit.reshard()
+            raise
 
 
 def begin_unshard(unit: Unit) -> UnshardHandle:
@@ -58,7 +63,7 @@ def begin_unshard(unit: Unit) -> UnshardHandle:
         except BaseException:
             unit.reshard()
             raise
-    return UnshardHandle(unit)
+    return UnshardHandle(partial(_show, unit))
 
 
 def reshard(unit: Unit) -> None:
