@@ -280,16 +280,12 @@ def broken(session: nox.Session) -> None:
 
 # Implementations inside torch.
 TORCHS = ["torch", "fsdp1", "fsdp2", "torch-tools"]
-# Optional peers, with dependencies that their metadata omit.
+# Optional peers.
 PEERS = {
     "fairscale": ["fairscale==0.4.13"],
-    "xformers": ["xformers==0.0.35", "scipy"],
     "torch-remat": ["torch-remat==0.2.2"],
-    "torchtune": ["torchtune==0.6.1", "torchao==0.9.0"],
     "deepspeed": ["deepspeed==0.19.8"],
     "transformers": ["transformers==5.23.0"],
-    "lightning": ["lightning==2.6.6"],
-    "torchtitan": ["torchtitan==0.3.0"],
 }
 
 

@@ -19,7 +19,6 @@ from torchparts_conformance.requirements._needs import Needs, needs_of
 
 CASES = """
 import pytest
-import torch
 from torchparts_conformance.cases.ckpt_wrap._beside import helped
 
 def test_direct(part):
@@ -29,7 +28,7 @@ def test_method(part):
     part.Made.of(size=1)
 
 def _inner(part):
-    torch.compile(part.three.four)
+    part.three.four
 
 def test_through_a_function(part, ranks):
     ranks(2, _inner)
@@ -51,9 +50,6 @@ def test_wrong_on_purpose(part):
         part.one(policy=1)
     except TypeError:
         pass
-
-def test_all_parts(parts):
-    parts.ckpt_wrap.wrap(speed=1).parts
 """
 BESIDE = "def helped(part):\n    part.five(size=1)\n"
 
@@ -71,24 +67,17 @@ def cases(tmp_path):
     [
         ("test_direct", Needs(frozenset({"one"}), frozenset({("one", "color")}))),
         ("test_method", Needs(frozenset({"Made"}), frozenset({("Made.of", "size")}))),
-        ("test_through_a_function", Needs(frozenset({"three"}), is_slow=True)),
+        ("test_through_a_function", Needs(frozenset({"three"}))),
         ("test_through_a_file_beside", Needs(frozenset({"five"}), frozenset({("five", "size")}))),
         ("test_alternative", Needs()),
         (
             "test_wrong_on_purpose",
             Needs(frozenset({"one"}), attempts=frozenset({("one", "nonsense"), ("one", "policy")})),
         ),
-        ("test_all_parts", Needs()),
     ],
 )
 def test_needs_of_a_case_are_read_from_its_file(cases, name, needs):
     assert needs_of(cases, name) == needs
-
-
-def test_needs_of_a_combined_case_name_the_part(cases):
-    assert needs_of(cases, "test_all_parts", combined=True) == Needs(
-        frozenset({"ckpt_wrap", "ckpt_wrap.wrap"}), frozenset({("ckpt_wrap.wrap", "speed")})
-    )
 
 
 @pytest.mark.parametrize("name", ["torch", "ours"])
@@ -97,7 +86,7 @@ def test_implementation_with_every_name_lacks_nothing(name):
     missing = []
     for case in find_cases():
         held = [id for id in case.ids if implementation.claims(case.area, registry[id].profile)]
-        needs = needs_of(case.path, case.name.partition("::")[2], combined=case.area == "combined")
+        needs = needs_of(case.path, case.name.partition("::")[2])
         if held:
             part = _adapters.load_part(implementation, case.area)
             missing += [(case.name, why)] if (why := _claims.why_missing(part, needs, {})) else []
@@ -171,7 +160,6 @@ MINE = Implementation(
         (Claims(MINE), "CW-001", "plan", ""),
         (Claims(MINE), "CW-001", "offload", "not_claimed"),
         (Claims(MINE), "MT-001", "core", "not_provided"),
-        (Claims(MINE), "CB-001", "core", "not_provided"),
         (Claims(MINE, profiles=("plan",)), "CW-001", "core", "not_claimed"),
         (Claims(MINE, unfit="mine is for torch <2"), "CW-001", "core", "not_provided"),
         (Claims(MINE, unfit="mine is for torch <2"), "CW-001", "offload", "not_claimed"),

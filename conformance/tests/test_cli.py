@@ -103,12 +103,6 @@ def test_doctor_of_another_torch_is_exit_code_1(tmp_path, monkeypatch, capsys):
     assert "partial 1.0 is for torch <1, but" in capsys.readouterr().err
 
 
-def test_badge_is_written_from_a_report(suite, stored, tmp_path):
-    assert _cli.main(["badge", str(stored()), "--out", str(tmp_path / "out")]) == 0
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"badge-ckpt-wrap.svg"}
-
-
 def test_trace_leads_from_every_source_test_to_cases(capsys):
     assert _cli.main(["trace"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "50 source tests, 0 problems"

@@ -83,7 +83,7 @@ from torchparts_conformance.mutants import mutant
 from .faults.wheels import broken
 
 
-@mutant("CB-001")
+@mutant("SP-001")
 def %s(part):
     "Broken."
     return broken(part)

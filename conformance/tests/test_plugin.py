@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from small_suite import declared
 
-from torchparts_conformance._collected import ordered
-
 
 def test_right_implementation_is_conformant(suite):
     result = suite.run()
@@ -141,16 +139,6 @@ def test_cases_that_were_left_out_are_not_run(suite):
     assert suite.report()["verdict"] == "not conformant"
 
 
-def test_quick_run_leaves_out_other_cases_and_gives_no_badge(suite):
-    result = suite.run("--quick")
-    assert result.ret == 0
-    assert suite.outcomes() == {"CW-001": "pass", "CW-002": "not_run", "CW-003": "not_run"}
-    assert "1 of 1 checks of MUST requirements passed; a verdict needs" in result.stdout.str()
-    assert not list((suite.root / "out").glob("badge*"))
-    suite.write_cases(one="assert part.answer == 1")
-    assert suite.run("--quick").ret == 1
-
-
 def test_file_of_cases_that_cannot_be_imported_is_a_problem(suite):
     cases = suite.root / "cases/ckpt_wrap/test_cases.py"
     cases.write_text("import no_such_module\n" + cases.read_text())
@@ -179,7 +167,6 @@ def test_no_device_is_its_own_exit_code(suite, monkeypatch):
         (["--profile", "speed"], "--profile 'speed' is unknown. Known are core, in-place"),
         (["--case-limit", "nan"], "--case-limit must be above 0 and at most"),
         (["--case-limit", "0"], "--case-limit must be above 0 and at most"),
-        (["--order", "seed:x"], "--order 'seed:x' is unknown. Known are listed, reversed, seed:N"),
         (["--known-failures", "none.toml"], "known failures 'none.toml' cannot be read: No such"),
     ],
 )
@@ -235,30 +222,3 @@ def test_wrong_decorator_ends_a_run_with_one_line(suite):
         "ckpt_wrap/test_cases.py:4 requirement CW-001: the text must contain MUST or SHOULD"
         in result.stderr.str()
     )
-
-
-NOTE_ORDER = """
-def pytest_runtest_call(item):
-    with open("order", "a") as file:
-        file.write(item.name + " ")
-"""
-
-
-@pytest.mark.parametrize("order", ["reversed", "seed:1"])
-def test_order_of_cases_changes_no_outcome(suite, order):
-    suite.write("cases/conftest.py", NOTE_ORDER)
-    suite.run()
-    first, listed = suite.outcomes(), (suite.root / "order").read_text().split()
-    suite.run("--order", order)
-    other = (suite.root / "order").read_text().split()[len(listed) :]
-    assert suite.outcomes() == first
-    assert sorted(other) == sorted(listed) != []
-    assert other != listed
-
-
-def test_seed_decides_the_order_and_loses_nothing():
-    items = list(range(50))
-    first, again, other = (ordered(items, f"seed:{seed}") for seed in (7, 7, 8))
-    assert first == again != items
-    assert first != other
-    assert sorted(first) == items

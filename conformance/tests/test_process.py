@@ -100,15 +100,6 @@ def test_known_failures_are_applied_to_the_whole(run, suite, capsys):
     assert "good: announced failures" in capsys.readouterr().out
 
 
-def test_quick_run_has_an_exit_code_and_no_badge(run, suite, capsys):
-    assert run("--quick") == 0
-    assert "1 of 1 checks of MUST requirements passed" in capsys.readouterr().out
-    assert sorted(path.name for path in (suite.root / "out").iterdir()) == [
-        "report.json",
-        "summary.txt",
-    ]
-
-
 class Interrupted:
     """A worker whose first message is interrupted, and which then sends others."""
 

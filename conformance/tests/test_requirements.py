@@ -10,7 +10,7 @@ from small_suite import declared as text_of
 
 from torchparts_conformance import requirement
 from torchparts_conformance._errors import RegistryError
-from torchparts_conformance.requirements._areas import AREAS, PARTS
+from torchparts_conformance.requirements._areas import AREAS
 from torchparts_conformance.requirements._cases import (
     cases_by_id,
     find_cases,
@@ -47,7 +47,7 @@ def test_declared_requirement_has_defaults():
 @pytest.mark.parametrize(
     ("id", "facts", "said"),
     [
-        ("CW-1", {}, "'CW-1': an id is a prefix of CW, MT, FP, SP, CB and three digits"),
+        ("CW-1", {}, "'CW-1': an id is a prefix of CW, MT, FP, SP and three digits"),
         ("XX-001", {}, "an id is a prefix of"),
         (None, {}, "requirement None: an id"),
         ("CW-001", {"text": " "}, "CW-001: its first case gives the text"),
@@ -167,7 +167,7 @@ def test_requirement_declared_twice_is_refused(write):
 
 
 def test_all_source_tests_are_traced():
-    by_area = {area: sum(of == area for of, _ in source_tests()) for area in PARTS}
+    by_area = {area: sum(of == area for of, _ in source_tests()) for area in AREAS}
     assert by_area == {"ckpt-wrap": 7, "mod-tracker": 4, "flat-param": 11, "sac-policies": 28}
     lines, problems = trace()
     assert (len(lines), problems) == (50, [])

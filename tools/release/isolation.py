@@ -91,8 +91,7 @@ def problems(package: str, dist: Path) -> Iterator[str]:
     extra_names = {"functorch"} if "torch" in allowed else set()
     optional = required(distribution, extras=True)
     if package == "conformance":  # its adapters import the libraries they adapt
-        optional |= set(MODULES.values()) | {"fairscale", "xformers", "torch_remat"}
-        optional |= {"torchtune", "deepspeed"}
+        optional |= set(MODULES.values()) | {"fairscale", "torch_remat", "deepspeed"}
     elif allowed != {"torch", module}:
         yield f"{distribution} requires {sorted(allowed - {'torch', module})} beside torch"
     folder = Path(importlib.import_module(module).__file__ or "").parent

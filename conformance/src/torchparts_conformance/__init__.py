@@ -1,8 +1,8 @@
 """Requirements for four training libraries, and a suite that checks any implementation of them.
 
 The four parts are checkpoint wrappers (`ckpt-wrap`), module tracking (`mod-tracker`), flat
-parameters (`flat-param`) and selective checkpointing (`sac-policies`). The area `combined` uses all
-of them. An `Implementation` tells the suite where its parts are.
+parameters (`flat-param`) and selective checkpointing (`sac-policies`). An
+`Implementation` tells the suite where its parts are.
 
     from torchparts_conformance import Implementation
 

@@ -7,33 +7,28 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torchparts_conformance._errors import AdapterError, one_line
 from torchparts_conformance._implementation import Implementation
-from torchparts_conformance.requirements._areas import PARTS
+from torchparts_conformance.requirements._areas import AREAS
 
 ENTRY_POINTS = "torchparts.conformance"
 VARIABLE = "TORCHPARTS_IMPL"
 _FOLDER = "torchparts_conformance.adapters"
 # Short name -> module of the adapter, and the distributions that it needs.
 SHIPPED: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "ours": ("ours", PARTS),
+    "ours": ("ours", AREAS),
     "torch": ("inside_torch", ("torch",)),
     "fsdp1": ("fsdp1", ("torch",)),
     "fsdp2": ("fsdp2", ("torch",)),
     "torch-tools": ("torch_tools", ("torch",)),
     "fairscale": ("fairscale", ("fairscale",)),
-    "xformers": ("xformers", ("xformers",)),
     "torch-remat": ("torch_remat", ("torch-remat",)),
-    "torchtune": ("torchtune", ("torchtune",)),
     "deepspeed": ("deepspeed", ("deepspeed",)),
     "transformers": ("transformers", ("transformers",)),
-    "lightning": ("lightning", ("lightning",)),
-    "torchtitan": ("torchtitan", ("torchtitan",)),
 }
 
 
@@ -161,11 +156,7 @@ def import_object(path: str, *, role: str) -> Any:
 
 
 def load_part(implementation: Implementation, area: str) -> Any:
-    """Return the part of one area; for `combined`, a namespace with all four, by module name."""
-    if area == "combined":
-        return types.SimpleNamespace(
-            **{part.replace("-", "_"): load_part(implementation, part) for part in PARTS}
-        )
+    """Return the part of one area."""
     if area not in implementation.parts:
         raise AdapterError(
             f"{implementation.name!r} does not provide {area!r}. Run another area, or give it in "

@@ -85,13 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
         rows, untrue = _known_failures.announce(report["rows"], known)
         facts = {word: report[word] for word in ("implementation", "environment", "claims")}
         report = _report.build(**facts, rows=rows, problems=[*report["problems"], *untrue])
-    quick = arguments.quick
     lines = _known_failures.notes(known)
-    lines += _summary.summary(report, load_registry(), quick=quick)
+    lines += _summary.summary(report, load_registry())
     if arguments.out is not None:
-        _run.write_all(report, arguments.out, lines, quick=quick)
+        _run.write_all(report, arguments.out, lines)
     say(*lines)
-    return _run.exit_code(report, (), quick=quick)
+    return _report.exit_code(report)
 
 
 def _clear(folder: Path) -> None:
@@ -162,7 +161,7 @@ def _coverage(claims: Claims, area: str, registry: _Registry) -> Iterator[str]:
     for case in find_cases():
         if case.area == area:
             function = case.name.partition("::")[2]
-            needs = needs_of(case.path, function, combined=area == "combined")
+            needs = needs_of(case.path, function)
             why = why_missing(part, needs, lacks, case.ids)
             missing |= dict.fromkeys(case.ids, why) if why else {}
     mine = [r for r in registry.values() if r.area == area]
@@ -180,12 +179,6 @@ def _coverage(claims: Claims, area: str, registry: _Registry) -> Iterator[str]:
         if requirement.id in missing:
             reasons.setdefault(missing[requirement.id], []).append(requirement.id)
     yield from (f"  not provided {', '.join(ids)}: {why}" for why, ids in reasons.items())
-
-
-def badge(arguments: argparse.Namespace) -> int:
-    """Write the badges of a report."""
-    _run.write_badges(_report.read(arguments.report), arguments.out)
-    return CONFORMANT
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -304,9 +297,6 @@ def _parser() -> argparse.ArgumentParser:
     add_jobs(option)
     add(doctor)("impl", nargs="?", help="short name or module:attribute")
     add(list_adapters, "list")
-    option = add(badge)
-    option("report", type=Path)
-    option("--out", type=Path, required=True, help="folder for the badges")
     option = add(verify)
     option("report", type=Path)
     option("--impl", required=True, help="the implementation to run again")

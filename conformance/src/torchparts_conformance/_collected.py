@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +11,7 @@ from typing import Any
 import pytest
 
 from torchparts_conformance import _report
-from torchparts_conformance._errors import OptionError, RegistryError
-from torchparts_conformance.requirements._areas import CORE, ROBUST, area_of_path
+from torchparts_conformance._errors import RegistryError
 from torchparts_conformance.requirements._cases import find_cases, function_of
 from torchparts_conformance.requirements._needs import Needs, needs_of
 from torchparts_conformance.requirements._requirement import Requirement
@@ -107,12 +104,11 @@ class Collected:
             wanted = tuple(r for r in self._requirements(item) if r.is_for(device))
             if wanted:
                 function = getattr(item, "originalname", item.name)
-                is_combined = area_of_path(item.path) == "combined"
                 self._results[item.nodeid] = CaseResult(
                     case_name(item),
                     device,
                     wanted,
-                    needs_of(item.path, function, combined=is_combined),
+                    needs_of(item.path, function),
                     "ranks" in getattr(item, "fixturenames", ()),
                 )
 
@@ -147,37 +143,6 @@ class Collected:
                     requirement, place = self._registry[id], (id, case.name, device)
                     if requirement.is_for(device) and place not in there:
                         yield CaseResult(case.name, device, (requirement,), reason="not collected")
-
-    def quick(self) -> set[str]:
-        """Select one case for each MUST of core and robust, without ranks, uncompiled if possible.
-
-        Returns:
-            The node ids of the cases.
-        """
-        found: dict[str, tuple[bool, str]] = {}
-        for nodeid, entry in self._results.items():
-            if not entry.uses_ranks and not entry.missing:
-                for requirement in entry.requirements:
-                    if requirement.level == "MUST" and requirement.profile in (CORE, ROBUST):
-                        best = found.get(requirement.id)
-                        if best is None or best[0] > entry.needs.is_slow:
-                            found[requirement.id] = entry.needs.is_slow, nodeid
-        return {nodeid for _, nodeid in found.values()}
-
-
-def known_order(order: str) -> str:
-    """Check a name of an order: `listed`, `reversed`, or a seed such as `seed:7`."""
-    if not re.fullmatch(r"listed|reversed|seed:\d{1,9}", order):
-        raise OptionError(f"--order {order!r:.60} is unknown. Known are listed, reversed, seed:N.")
-    return order
-
-
-def ordered(items: Sequence[Any], order: str) -> list[Any]:
-    """Sort items by a known order."""
-    arranged = list(reversed(items)) if order == "reversed" else list(items)
-    if seed := order.partition(":")[2]:
-        random.Random(int(seed)).shuffle(arranged)
-    return arranged
 
 
 def claimed(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchparts_conformance._errors import AdapterError
-from torchparts_conformance.requirements._areas import AREAS, CORE, PARTS
+from torchparts_conformance.requirements._areas import AREAS, CORE
 
 PROTOCOL = "1"
 MAX_NAME = 100
@@ -35,7 +35,7 @@ class Implementation:
         AdapterError: a name is empty or too long, an area or the protocol is unknown, or a field
             has the wrong form.
     Example:
-        >>> Implementation("mine", "1.0", parts={"ckpt-wrap": "mine.wrapper"}).provides("combined")
+        >>> Implementation("mine", "1.0", parts={"ckpt-wrap": "mine"}).provides("flat-param")
         False
     """
 
@@ -63,8 +63,8 @@ class Implementation:
             object.__setattr__(self, word, value)
 
     def provides(self, area: str) -> bool:
-        """Return whether this implementation has the part; `combined` needs all four."""
-        return all(part in self.parts for part in (PARTS if area == "combined" else (area,)))
+        """Return whether this implementation has the part."""
+        return area in self.parts
 
     def claims(self, area: str, profile: str) -> bool:
         """Return whether the implementation claims this profile of an area."""
@@ -89,12 +89,12 @@ def _violation(implementation: Implementation) -> str:
             f"distributions is {implementation.distributions!r:.120}; it must be a tuple of names, "
             "as pip list shows them."
         )
-    for word, allowed in (("parts", PARTS), ("capabilities", AREAS), ("lacks", AREAS)):
+    for word in ("parts", "capabilities", "lacks"):
         given = getattr(implementation, word)
         if not isinstance(given, Mapping):
             return f"{word} is a {type(given).__name__}; it must be a dict from area to value."
-        if unknown := sorted(set(given) - set(allowed), key=repr):
-            return f"{word} names {unknown!r:.120}; the areas are {', '.join(allowed)}."
+        if unknown := sorted(set(given) - set(AREAS), key=repr):
+            return f"{word} names {unknown!r:.120}; the areas are {', '.join(AREAS)}."
     for area, profiles in implementation.capabilities.items():
         if not _are_words(profiles):
             return f"capabilities of {area} is {profiles!r:.120}; write a set such as {{'compile'}}"

@@ -10,7 +10,6 @@ from typing import Any
 
 from torchparts_conformance._adapters import VARIABLE
 from torchparts_conformance._claims import check_profiles
-from torchparts_conformance._collected import known_order
 from torchparts_conformance._devices import accelerator, is_known
 from torchparts_conformance._errors import OptionError
 from torchparts_conformance._run import CASE_LIMIT_S, Settings
@@ -28,21 +27,21 @@ MAX_CASE_LIMIT_S = 86400.0
 
 @dataclass(frozen=True)
 class Option:
-    """One option; `flag` options take no value."""
+    """One option."""
 
     name: str
     help: str
     default: Any = None
     type: Callable[[str], Any] = str
-    flag: bool = False
 
     def add_to(self, add: Callable[..., Any]) -> None:
         """Declare the option with a parser's method."""
-        name = f"--{self.name.replace('_', '-')}"
-        if self.flag:
-            add(name, action="store_true", help=self.help)
-        else:
-            add(name, default=self.default, type=self.type, help=self.help)
+        add(self.flag, default=self.default, type=self.type, help=self.help)
+
+    @property
+    def flag(self) -> str:
+        """The option as it is typed."""
+        return f"--{self.name.replace('_', '-')}"
 
 
 OPTIONS = (
@@ -58,9 +57,7 @@ OPTIONS = (
         "profiles to run beside core, comma-separated, or all; default: those the adapter claims",
         "claimed",
     ),
-    Option("order", "listed, reversed or seed:N; no outcome depends on it", "listed"),
     Option("case_limit", "seconds until a case is ended", CASE_LIMIT_S, float),
-    Option("quick", "one fast case of each MUST of core and robust, without a verdict", flag=True),
 )
 KNOWN_FAILURES = Option("known_failures", "TOML file of known failures", type=Path)
 OUT = Option("out", "folder for the report and the badges", type=Path)
@@ -73,10 +70,8 @@ PYTEST_ONLY = (
 
 def arguments(parsed: argparse.Namespace) -> list[str]:
     """Turn the options of a run back into command-line arguments."""
-    values = {f"--{o.name.replace('_', '-')}": getattr(parsed, o.name) for o in OPTIONS}
-    flags = [name for name, value in values.items() if value is True]
-    given = {name: value for name, value in values.items() if value not in (None, True, False)}
-    return [*flags, *(f"{name}={value}" for name, value in given.items())]
+    values = ((option.flag, getattr(parsed, option.name)) for option in OPTIONS)
+    return [f"{flag}={value}" for flag, value in values if value is not None]
 
 
 def settings(option: Callable[[str], Any], spec: str) -> Settings:
@@ -89,10 +84,8 @@ def settings(option: Callable[[str], Any], spec: str) -> Settings:
         out=option("out"),
         known_failures=option("known_failures"),
         mutant=option("mutant"),
-        order=known_order(option("order")),
         case_limit_s=_limit(option("case_limit")),
         requirements=frozenset(option("requirement").split(",")) - {""},
-        quick=option("quick"),
         share=option("share"),
     )
 

@@ -8,7 +8,7 @@ import functools
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torchparts_conformance import (
     _summary,
 )
 from torchparts_conformance._claims import Claims, check_capabilities, unfit_torch, why_missing
-from torchparts_conformance._collected import CaseResult, Collected, claimed, ordered
+from torchparts_conformance._collected import CaseResult, Collected, claimed
 from torchparts_conformance._errors import one_line
 from torchparts_conformance._failure import sentence
 from torchparts_conformance._subject import Subject, call_case_function, freeze_imports
@@ -59,7 +59,6 @@ class Settings:
     Attributes:
         profiles: the chosen profiles; None for core and those that the implementation claims.
         requirements: only their cases run, if there are any.
-        quick: whether only one fast case of each MUST of core and robust runs.
         share: `folder/N`: other processes run the other cases.
     """
 
@@ -70,10 +69,8 @@ class Settings:
     out: Path | None = None
     known_failures: Path | None = None
     mutant: str | None = None
-    order: str = "listed"
     case_limit_s: float = CASE_LIMIT_S
     requirements: frozenset[str] = frozenset()
-    quick: bool = False
     share: Path | None = None
 
 
@@ -119,18 +116,18 @@ class Run:
                     ids = [requirement.id for requirement in entry.requirements]
                     entry.missing = why_missing(parts[entry.area], entry.needs, lacks, ids)
 
-    def arranged(self, items: list[pytest.Item]) -> list[pytest.Item]:
-        """Drop cases that are not to run; return the rest in the chosen order."""
-        wanted, quick = self.settings.requirements, self.cases.quick()
+    def wanted(self, items: list[pytest.Item]) -> list[pytest.Item]:
+        """Return the cases that are to run."""
+        wanted = self.settings.requirements
         kept = []
         for item in items:
             entry = self.cases.find(item)
             if entry is None and area_of_path(item.path):
                 continue
             is_wanted = entry is not None and any(r.id in wanted for r in entry.requirements)
-            if (is_wanted or not wanted) and (item.nodeid in quick or not self.settings.quick):
+            if is_wanted or not wanted:
                 kept.append(item)
-        return ordered(kept, self.settings.order)
+        return kept
 
     def selected(self, items: Iterable[pytest.Item]) -> None:
         """Start worker processes if a case uses them: they import torch while other cases run."""
@@ -256,8 +253,8 @@ class Run:
             problems=problems,
         )
         if self.settings.out is not None:
-            write_all(self.report, self.settings.out, self.summary(), quick=self.settings.quick)
-        return exit_code(self.report, self.settings.requirements, quick=self.settings.quick)
+            write_all(self.report, self.settings.out, self.summary())
+        return exit_code(self.report, self.settings.requirements)
 
     def _rows(self) -> list[dict[str, Any]]:
         lost = self.cases.not_collected(self.settings.areas, self.settings.devices)
@@ -277,10 +274,7 @@ class Run:
             return []
         if not self.settings.requirements:
             notes = _known_failures.notes(self.known)
-            return [
-                *notes,
-                *_summary.summary(self.report, self.registry, quick=self.settings.quick),
-            ]
+            return [*notes, *_summary.summary(self.report, self.registry)]
         return [
             f"{row['outcome']:<12} {row['case']} {row['device']}: {row['reason'] or '-'}"
             + (f" (at {row['where']})" if row["where"] else "")
@@ -289,30 +283,20 @@ class Run:
         ]
 
 
-def exit_code(report: Mapping[str, Any], requirements: Iterable[str], *, quick: bool) -> int:
+def exit_code(report: Mapping[str, Any], requirements: Collection[str]) -> int:
     """Return the exit code of a run, which may be of some requirements only."""
-    if not requirements and not quick:
+    if not requirements:
         return _report.exit_code(report)
-    wanted = set(requirements)
-    rows = [row for row in report["rows"] if row["id"] in wanted or not wanted]
-    outcomes = {row["outcome"] for row in rows} - ({"not_run", *_NOT_ASKED} if quick else set())
+    outcomes = {row["outcome"] for row in report["rows"] if row["id"] in requirements}
     return _errors.CONFORMANT if outcomes == {"pass"} else _errors.NOT_CONFORMANT
 
 
-def write_all(
-    report: Mapping[str, Any], folder: Path, summary: Iterable[str], *, quick: bool = False
-) -> None:
+def write_all(report: Mapping[str, Any], folder: Path, summary: Iterable[str]) -> None:
     """Write badges and summary of a report, and the report last."""
-    if not quick:
-        write_badges(report, folder)
-    _report.write(folder / "summary.txt", "\n".join(map(_errors.printable, summary)) + "\n")
-    _report.write(folder / "report.json", _report.to_text(report))
-
-
-def write_badges(report: Mapping[str, Any], folder: Path) -> None:
-    """Write the badges of a report."""
     for badge in _badge.badges(report):
         _report.write(folder / f"badge-{badge.area}.svg", _badge.to_svg(badge))
+    _report.write(folder / "summary.txt", "\n".join(map(_errors.printable, summary)) + "\n")
+    _report.write(folder / "report.json", _report.to_text(report))
 
 
 def _where(raised: BaseException, adapter: Path | None) -> str:

@@ -15,24 +15,8 @@ _WIDTH = 400
 _Rows = Sequence[Mapping[str, Any]]
 
 
-def summary(
-    report: Mapping[str, Any], registry: Mapping[str, Requirement], *, quick: bool = False
-) -> list[str]:
-    """Return failures by reason, a verdict for each area, problems, and the verdict on core.
-
-    Args:
-        report: of the run.
-        registry: its requirements.
-        quick: whether most cases were left out, so that there is no verdict.
-    """
-    if quick:
-        ran = [row for row in report["rows"] if row["outcome"] in ("pass", "fail", "error")]
-        passed = sum(row["outcome"] == "pass" for row in ran)
-        counts = f"{passed} of {len(ran)} checks of MUST requirements passed"
-        last = (
-            f"{report['implementation']['name']}: {counts}; a verdict needs a run without --quick"
-        )
-        return [*_failures(report, registry), *report["problems"], last]
+def summary(report: Mapping[str, Any], registry: Mapping[str, Requirement]) -> list[str]:
+    """Return failures by reason, a verdict for each area, problems, and the verdict on core."""
     return [
         *_failures(report, registry),
         *_not_run(report),

@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         try:
             run.cases.take(cases)
             run.import_adapter()
-            items[:] = run.arranged(items)
+            items[:] = run.wanted(items)
         except ConformanceError as error:
             _refuse(error)
 
@@ -183,12 +183,6 @@ def part(request: pytest.FixtureRequest) -> Any:
     """Return the part under test of the case's area."""
     run, area = _run_and_area(request)
     return run.subject.part(area)
-
-
-@pytest.fixture
-def parts(request: pytest.FixtureRequest) -> Any:
-    """Return all four parts: `parts.ckpt_wrap`, `.mod_tracker`, `.flat_param`, `.sac_policies`."""
-    return _run_and_area(request)[0].subject.part("combined")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchparts_conformance.mutants import mutant, overlay
@@ -108,17 +108,6 @@ def tied_units_are_not_named(part):
             raise ValueError("some parameter is tied") from error
 
     return overlay(part, fully_shard=fully_shard)
-
-
-@mutant("FP-111")
-def cut_parameters_are_plain(part):
-    """Parameters and gradients do not show that they are pieces, so no optimizer is refused."""
-
-    def grad(owner, param):
-        piece = Tensor.grad.__get__(param)
-        return None if piece is None else piece.as_subclass(Tensor)
-
-    return _with_grad(part, grad, base=nn.Parameter)
 
 
 @mutant("FP-130")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path
-
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchparts_conformance.mutants import mutant, overlay
+from torchparts_conformance.mutants import mutant
 
 from .faults.flat_param_distributed import with_sharded
 
@@ -45,41 +42,3 @@ def state_dict_has_a_dimension_of_copies(part):
 def state_dict_is_in_double(part):
     """Returns every value in another dtype."""
     return _with_state(part, Tensor.double)
-
-
-@mutant("FP-230")
-def sharded_load_forgets_moments(part):
-    """Loads parameters but not the optimizer state."""
-
-    def load_sharded(module, path, *, optimizer=None):
-        if Path(path).name != "saved":
-            return part.load_sharded(module, path, optimizer=optimizer)
-        return part.load_sharded(module, path)
-
-    return overlay(part, load_sharded=load_sharded)
-
-
-@mutant("FP-109")
-def metadata_is_unpickled(part):
-    """Reads metadata with pickle."""
-
-    def load_sharded(module, path, *, optimizer=None):
-        with Path(path, ".metadata").open("rb") as file:
-            pickle.load(file)
-        return part.load_sharded(module, path, optimizer=optimizer)
-
-    return overlay(part, load_sharded=load_sharded)
-
-
-@mutant("FP-115 FP-116")
-def damaged_data_is_passed_over(part):
-    """Silently loads nothing if the data is damaged."""
-
-    def load_sharded(module, path, *, optimizer=None):
-        try:
-            return part.load_sharded(module, path, optimizer=optimizer)
-        except RuntimeError as error:
-            if "checksum" not in str(error):
-                raise
-
-    return overlay(part, load_sharded=load_sharded)

@@ -89,7 +89,6 @@ def implementation() -> Implementation:
         lacks={
             "flat-param": {
                 "FP-004": "its flat parameters are judged with torch",
-                "FP-111": "it cuts parameters between elements only",
                 "FP-188": "it has no forward methods",
                 "FP-189": "it has no_sync but no switch for gradient sync",
                 "FP-191": "it has no unshard and reshard of a unit",

@@ -85,7 +85,6 @@ def implementation() -> Implementation:
         lacks={
             "flat-param": {
                 "FP-004": "it has no flat parameters",
-                "FP-111": "it cuts the first dimension of each parameter only",
             }
         },
     )

@@ -46,14 +46,6 @@ def __getattr__(name: str) -> Any:
     )
 
 
-def dispatch_modes() -> list[Any]:
-    """Return the dispatch modes of this thread; torch copies them to a device's backward thread."""
-    modes: list[Any] = import_module(
-        "torch.utils._python_dispatch"
-    )._get_current_dispatch_mode_stack()
-    return modes
-
-
 def implementation() -> Implementation:
     """Adapt the modules of the installed torch."""
     return Implementation(

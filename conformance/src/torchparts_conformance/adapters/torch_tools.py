@@ -9,7 +9,6 @@ of them has queries, or hooks under torch.compile.
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,14 +24,13 @@ _OF_HOOKS = (
     *("MT-111", "MT-116", "MT-117", "MT-118", "MT-119", "MT-120", "MT-121", "MT-124", "MT-131"),
     *("MT-132", "MT-137"),
 )
-_NO_PHASES = "FlopCounterMode has no phases and no row for the outside"
 
 
 class _FlopCounter(FlopCounterMode):
     """The counter is its own report."""
 
-    def __init__(self, *roots: Any, formulas: Mapping[Any, Any] | None = None) -> None:
-        super().__init__(display=False, custom_mapping=dict(formulas or {}))
+    def __init__(self, *roots: Any) -> None:
+        super().__init__(display=False)
 
     @property
     def total(self) -> int:
@@ -64,7 +62,6 @@ def implementation() -> Implementation:
             "mod-tracker": {
                 **dict.fromkeys(_OF_HOOKS, _NO_HOOKS),
                 **dict.fromkeys(("MT-012", "MT-105"), "ModuleTracker has no module names"),
-                **dict.fromkeys(("MT-301", "MT-302", "MT-408", "MT-412"), _NO_PHASES),
             }
         },
     )

@@ -12,10 +12,8 @@ PREFIXES: Mapping[str, str] = {
     "mod-tracker": "MT",
     "flat-param": "FP",
     "sac-policies": "SP",
-    "combined": "CB",
 }
 AREAS = tuple(PREFIXES)
-PARTS = tuple(area for area in AREAS if area != "combined")
 LEVELS = ("MUST", "SHOULD")
 # Any device except the CPU.
 ACCELERATOR = "accelerator"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_ASKERS = ("part", "parts")
+_PART = "part"
 _Places = dict[str, tuple[Path, ast.AST]]
 
 
@@ -25,35 +25,25 @@ class Needs:
         names: as written after `part.`.
         options: pairs of a name and a keyword in a call of it.
         attempts: such pairs where an error is expected or caught.
-        is_slow: whether the case compiles.
     """
 
     names: frozenset[str] = frozenset()
     options: frozenset[tuple[str, str]] = frozenset()
     attempts: frozenset[tuple[str, str]] = frozenset()
-    is_slow: bool = False
 
 
-def needs_of(path: Path, function: str, *, combined: bool = False) -> Needs:
-    """Return the needs of one case.
-
-    Args:
-        path: its file.
-        function: its name there.
-        combined: `part` and `parts` hold all parts, so that a name is `ckpt_wrap.offload_wrapper`.
-    """
-    nodes = list(_reached(path, function))
-    found = [_said_by(node, combined) for node in nodes if not _asks(node)]
+def needs_of(path: Path, function: str) -> Needs:
+    """Return the needs of one case, by its file and its name there."""
+    found = [_said_by(node) for node in _reached(path, function) if not _asks(node)]
     return Needs(
         frozenset().union(*(needs.names for needs in found)),
         frozenset().union(*(needs.options for needs in found)),
         frozenset().union(*(needs.attempts for needs in found)),
-        is_slow=any(map(_compiles, nodes)),
     )
 
 
 @functools.cache
-def _said_by(node: ast.AST, combined: bool) -> Needs:
+def _said_by(node: ast.AST) -> Needs:
     """Return the needs of a function or class, without those of its helpers."""
     names: set[str] = set()
     options: set[tuple[str, str]] = set()
@@ -61,26 +51,20 @@ def _said_by(node: ast.AST, combined: bool) -> Needs:
     awaited = set(_awaited(node))
     for inner in ast.walk(node):
         if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Load):
-            names.add(_name(inner, combined))
-        elif isinstance(inner, ast.Call) and (name := _called(inner.func, combined)):
+            names.add(_called(inner).partition(".")[0])
+        elif isinstance(inner, ast.Call) and (name := _called(inner.func)):
             given = {(name, keyword.arg) for keyword in inner.keywords if keyword.arg}
             (attempts if inner in awaited else options).update(given)
     return Needs(frozenset(names - {""}), frozenset(options), frozenset(attempts))
 
 
-def _name(node: ast.AST, combined: bool) -> str:
-    """Return the first name after `part.`, or ""."""
-    return ".".join(_called(node, combined).split(".")[: 2 if combined else 1])
-
-
-def _called(node: ast.AST, combined: bool) -> str:
+def _called(node: ast.AST) -> str:
     """Return all names after `part.`, since the callee may be a method of a class."""
     words: list[str] = []
     while isinstance(node, ast.Attribute):
         words.append(node.attr)
         node = node.value
-    roots = _ASKERS if combined else _ASKERS[:1]
-    is_part = isinstance(node, ast.Name) and node.id in roots
+    is_part = isinstance(node, ast.Name) and node.id == _PART
     return ".".join(reversed(words)) if is_part else ""
 
 
@@ -114,19 +98,13 @@ def _named(node: ast.AST) -> tuple[str, ...]:
 
 
 @functools.cache
-def _compiles(node: ast.AST) -> bool:
-    words = (inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute))
-    return not {"compile", "export"}.isdisjoint(words)
-
-
-@functools.cache
 def _asks(node: ast.AST) -> bool:
     return any(
         isinstance(inner, ast.Call)
         and isinstance(inner.func, ast.Name)
         and inner.func.id == "hasattr"
         and isinstance(inner.args[0], ast.Name)
-        and inner.args[0].id in _ASKERS
+        and inner.args[0].id == _PART
         for inner in ast.walk(node)
     )
 

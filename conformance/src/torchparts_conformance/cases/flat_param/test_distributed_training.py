@@ -189,34 +189,3 @@ def test_weights_tied_across_units_are_refused_by_name(part, ranks):
     for message in ranks(2, _tied):
         assert "inner.0.2.bias" in message
         assert "inner.1.2.bias" in message
-
-
-def _adafactor(part: Any, rank: int, world_size: int) -> list[Any]:
-    inputs = batch(world_size)
-    reference, tensors, elements = plain(), sharded(part, boundary="tensor"), sharded(part)
-    for module, share in ((reference, inputs), (tensors, mine(inputs, rank))):
-        loss_of(module, share).backward()
-        torch.optim.Adafactor(module.parameters(), lr=0.1).step()
-    loss_of(elements, mine(inputs, rank)).backward()
-    try:
-        torch.optim.Adafactor(elements.parameters(), lr=0.1).step()
-    except (RuntimeError, ValueError):
-        return [True, distance(whole_state(tensors), whole_state(reference))]
-    return [False, distance(whole_state(tensors), whole_state(reference))]
-
-
-@requirement(
-    "FP-111",
-    "An optimizer that reads whole tensors MUST match one process if shards end at tensor "
-    "boundaries, and MUST refuse to step otherwise.",
-    rationale=(
-        "Adafactor on FSDP1 silently differs from one process by 1.6e-2 after a step: reproduced "
-        "on 2.13"
-    ),
-    profile="distributed",
-)
-def test_whole_tensor_optimizers_match_or_refuse(part, ranks):
-    """Adafactor matches on whole tensors and raises on pieces."""
-    for refuses, error in ranks(2, _adafactor):
-        assert refuses
-        assert error < 1e-5
