@@ -13,9 +13,8 @@ WIDTH, HEADS, LAYERS, VOCABULARY = 128, 4, 4, 256
 class Block(nn.Module):
     """Attention and a feed-forward network."""
 
-    def __init__(self, causal: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.causal = causal
         self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
@@ -24,7 +23,7 @@ class Block(nn.Module):
         """Map (B, T, WIDTH) to the same shape."""
         batch, length, _ = x.shape
         parts = self.qkv(self.norm(x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(*parts, is_causal=self.causal)
+        seen = F.scaled_dot_product_attention(*parts, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, WIDTH))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -50,23 +49,6 @@ def build(batch: tuple[int, int] = (4, 512)) -> tuple[nn.Module, torch.Tensor]:
     """Return a model and its batch, as the plan command expects."""
     torch.manual_seed(0)
     return Model(), torch.zeros(batch, dtype=torch.int64)
-
-
-class Stack(Model):
-    """Six numbered blocks: one is not causal and one is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(causal=number != 4) for number in range(6))
-        for number, block in enumerate(self.blocks):
-            block.number = number
-        self.blocks[0].requires_grad_(False)
-
-
-def build_stack(batch: tuple[int, int] = (4, 512)) -> tuple[nn.Module, torch.Tensor]:
-    """Return a deeper model and its batch."""
-    torch.manual_seed(0)
-    return Stack(), torch.zeros(batch, dtype=torch.int64)
 
 
 def build_wrongly() -> int:

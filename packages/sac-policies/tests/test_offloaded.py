@@ -23,7 +23,7 @@ def step(choice, vain=0):
     for number, level in enumerate(choice):
         size = BACK.get(level, 0)
         found += [
-            Interval((number, 0, False), 0, size, None, Moved(size)),
+            Interval((number, 0, False), 0, size, Moved(size)),
             Interval((number, 0, None), 0, 0),
         ]
     for number in reversed(range(len(choice))):
@@ -38,7 +38,7 @@ def step(choice, vain=0):
         unread = vain * (number in does[-2:])
         freed = own + unread
         moved = Moved(back=came, unread=unread)
-        found.append(Interval((number, 0, True), came - freed, came, None, moved))
+        found.append(Interval((number, 0, True), came - freed, came, moved))
     return found
 
 

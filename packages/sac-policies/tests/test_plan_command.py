@@ -14,8 +14,6 @@ import torch
 from sac_policies.__main__ import main
 from sac_policies.budget._checkpointed import Checkpointed
 from sac_policies.budget._measure import bytes_of
-from sac_policies.plan import _alike
-from sac_policies.plan._alike import Blocks
 from sac_policies.plan._devices import DEVICES, Device, device_named
 from sac_policies.plan._plan import _POLICIES, HIDDEN, OFFLOADED, PLAIN, estimate
 
@@ -79,25 +77,6 @@ def test_estimates_agree_with_steps_of_an_h200(tmp_path: Path) -> None:
         step = found.uniform[level]
         assert step.peak_bytes / 2**20 == pytest.approx(mib, rel=0.02), level
         assert step.seconds * 1e3 == pytest.approx(ms, rel=0.15), level
-
-
-@pytest.mark.nightly
-def test_equal_blocks_need_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimates are identical to the byte with a few forwards over the equal blocks."""
-    source = SUBJECT.replace(":build", ":build_stack")
-    sizes = []
-
-    def counted(blocks: Blocks) -> Any:
-        sizes.append(len(blocks.modules) - len(blocks.like))
-        return standing_in(blocks)
-
-    standing_in = Blocks.standing_in
-    monkeypatch.setattr(Blocks, "standing_in", counted)
-    few = estimate(source, no_workspace(), (2, 64)).uniform
-    monkeypatch.setattr(_alike, "_REAL", 100)
-    everything = estimate(source, no_workspace(), (2, 64)).uniform
-    assert few == everything
-    assert sizes == 5 * [5] + 5 * [6]
 
 
 def test_levels_are_ordered_and_offload_keeps_no_inputs() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
@@ -35,7 +35,7 @@ from sac_policies import (
     save_ops,
     scoped,
 )
-from sac_policies._torch_compat import modes_entered, saved_tensor_hooks, storage_key
+from sac_policies._torch_compat import saved_tensor_hooks, storage_key
 from sac_policies.policies import save_by_index
 from sac_policies.policies._decisions import Decision
 
@@ -258,7 +258,7 @@ def test_held_error_of_checkpoints_of_torch_leaves_nothing(around):
     with pytest.raises(KeyError) as held:
         taped(partial(inside, partial(inside, fail)), x)
     assert saved_tensor_hooks() is None
-    assert modes_entered() == 0
+    assert _get_current_dispatch_mode_stack() == []
     assert not torch.is_autocast_enabled("cpu")
     assert held.traceback
 

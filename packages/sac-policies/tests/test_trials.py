@@ -424,7 +424,7 @@ def growing() -> Callable[[], torch.Tensor]:
             r"make_batch returned tensors \[\(\(1, 32, 16\), 'float32'\)\]",
         ),
         ({"make_batch": fails}, r"make_batch raised ZeroDivisionError: by nought"),
-        ({"make_batch": X}, r"make_batch <Tensor .* is called before each measured step"),
+        ({"make_batch": X}, r"make_batch <Tensor .* is called in each measured step"),
         ({"batch": X, "reset": fails}, r"reset raised ZeroDivisionError: by nought"),
         ({"batch": X, "make_batch": lambda: X}, "batch and make_batch is passed"),
         ({}, "no batch is passed"),

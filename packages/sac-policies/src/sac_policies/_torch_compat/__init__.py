@@ -16,7 +16,6 @@ import torch.fx.traceback
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._storages import is_freed as is_freed
-from ._storages import lies_in_storage as lies_in_storage
 from ._storages import storage_bytes as storage_bytes
 from ._storages import storage_key as storage_key
 from ._storages import storage_under as storage_under
@@ -54,8 +53,6 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = find
 """Set the version counters of tensors."""
 registered_operators: Callable[[], Iterable[str]] = find("_C._dispatch_get_all_op_names")
 """List the names "ns::op" of all operators."""
-modes_entered: Callable[[], int] = find("_C._len_torch_dispatch_stack")
-"""Count the dispatch modes of this thread."""
 tree_leaves: Callable[[Any], list[Any]] = find("utils._pytree.tree_leaves")
 _tree_map_only: Callable[..., Any] = find("utils._pytree.tree_map_only")
 FAKE_TENSOR: Any = find("_subclasses.fake_tensor.FakeTensor")

@@ -46,16 +46,6 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def lies_in_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements are in its storage by strides.
-
-    False for sparse, oneDNN and nested tensors, and for the zeros of forward derivatives.
-    """
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    return not tensor._is_zerotensor()
-
-
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether the memory of a tensor was freed, as FSDP frees parameters after a unit's forward.
 

@@ -243,7 +243,7 @@ def _divisions(model: nn.Module, step: Step, calls: Calls) -> Iterator[Division]
     while regions:
         yield Division(regions)
         last, regions = regions, inside(regions)
-    segments = divide(model, last, step)
+    segments = divide(model, last, step, calls)
     if segments is not None:
         yield segments
 

@@ -6,9 +6,8 @@ interval after the last call, with the model's head and the loss. An interval do
 levels of other regions, so a mixture is assembled from measured steps.
 
 The tail is an exception. Objects such as a cache may hold tensors until then, and the tail frees
-those that no region keeps. How many bytes of a region it frees depends on that region's level.
-Bytes allocated before all regions depend on all levels. If the allocator reports only totals, they
-are divided evenly.
+those that no region keeps. How many bytes of a region it frees depends on that region's level: the
+bytes that it frees on a level are divided evenly among the regions.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Steps:
         self._offloaded = Offloaded(measured)
         tails = [one.get(self._tail) for one in self._by_level]
         self._left = list(map(self._left_in_tail, measured, tails))
-        self._freed = list(map(self._freed_in_tail, measured, tails, self._left))
+        self._late = list(map(self._freed_late, tails, self._left))
         self.costs = self._costs(kinds, measured)
 
     def mixture(self, choice: Sequence[int]) -> Iterator[Interval]:
@@ -124,45 +123,27 @@ class Steps:
         own = self._by_level[level].get(plain.key, plain)
         if plain.key != self._tail:
             return self._offloaded.among(choice, own)
-        held = self._held_longer(choice) - self._left[level]
-        return replace(own, grown=plain.grown + held)
+        late = sum(self._late[level][number] for number, level in enumerate(choice))
+        return replace(own, grown=plain.grown - late - self._left[level])
 
     def _left_in_tail(self, one: Sequence[Interval], tail: Interval | None) -> int:
         """Return the bytes of the last region's inputs that the tail frees.
 
-        An accelerator's allocator reports only totals. There the bytes are estimated
-        by those freed between the last two regions.
+        They are estimated by those freed between the last two regions.
         """
-        if tail is None or tail.freed is not None:
+        if tail is None:
             return 0
         plain = self._by_level[0]
         between = [each for each in one if each.region is not None and each.key[2] is None]
         more = [plain[each.key].grown - each.grown for each in between if each.key != self._tail]
         return max(0, more[-1]) if more else 0
 
-    def _freed_in_tail(
-        self, one: Sequence[Interval], tail: Interval | None, left: int
-    ) -> dict[int | None, int]:
-        """Return the bytes that the tail frees by region; None: allocated before all regions."""
-        found: dict[int | None, int] = dict.fromkeys((None, *range(self._count)), 0)
+    def _freed_late(self, tail: Interval | None, left: int) -> list[int]:
+        """Return by region how many more bytes the tail frees than with everything kept."""
         if tail is None:
-            return found
-        if tail.freed is None:
-            less, count = self._by_level[0][self._tail].grown - tail.grown - left, self._count
-            return found | {n: less * (n + 1) // count - less * n // count for n in range(count)}
-        for at, size in tail.freed.items():
-            found[one[at].region] += size
-        return found
-
-    def _held_longer(self, choice: Sequence[int]) -> int:
-        """Return how many bytes fewer the tail frees than with everything kept."""
-        freed = min(self._freed[level][None] for level in choice)
-        freed += sum(self._freed[level][number] for number, level in enumerate(choice))
-        return sum(self._freed[0].values()) - freed
-
-    def _late(self, number: int, level: int) -> int:
-        """Return how many more bytes of a region the tail frees than with everything kept."""
-        return self._freed[level][number] - self._freed[0][number]
+            return [0] * self._count
+        less, count = self._by_level[0][self._tail].grown - tail.grown - left, self._count
+        return [less * (n + 1) // count - less * n // count for n in range(count)]
 
     def _costs(
         self, kinds: Sequence[object], measured: Sequence[Sequence[Interval]]
@@ -222,7 +203,7 @@ class Steps:
             options = []
             for level, cost in enumerate(self.costs[number]):
                 first, last = self._most(number, level)
-                kept = self._kept(number, level) - self._late(number, level)
+                kept = self._kept(number, level) - self._late[level][number]
                 room = target - max(first, kept + rest + between + last)
                 options.append(Option(kept, cost, room))
             parts.append(options)

@@ -11,8 +11,7 @@ import json
 import os
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -60,18 +59,16 @@ class Interval:
         key: of the mark; None before the first.
         grown: bytes in use at its end, minus those at its start.
         most: peak bytes in use, minus those at its start; at least 0.
-        freed: bytes of earlier intervals that it freed, by number of the interval; None from an
-            accelerator, as are the last two.
         moved: bytes that were offloaded.
         ns: nanoseconds that it took.
-        gradients: bytes of parameters' gradients in `grown` and in `most`.
-        logits: bytes of logits and loss in `grown` and in `most`: memory of the tail.
+        gradients: bytes of parameters' gradients in `grown` and in `most`; 0 from an accelerator.
+        logits: bytes of logits and loss in `grown` and in `most`: memory of the tail; 0 from an
+            accelerator.
     """
 
     key: Any
     grown: int
     most: int
-    freed: Mapping[int, int] | None = None
     moved: Moved = _NOTHING
     ns: int = 0
     gradients: tuple[int, int] = (0, 0)
@@ -314,33 +311,31 @@ def accounted(events: Iterable[Event], keys: Sequence[Any]) -> list[Interval]:
 
     Example:
         >>> events = [0, (1, 8), (9, -64), (1, -8), (2, 8), 30, (1, 16), (2, -8), 40]
-        >>> [(each.grown, each.most, each.freed, each.ns) for each in accounted(events, "ab")]
-        [(8, 8, Counter(), 30), (8, 16, Counter({0: 8}), 10)]
+        >>> [(each.grown, each.most, each.ns) for each in accounted(events, "ab")]
+        [(8, 8, 30), (8, 16, 10)]
     """
     at_tail = len(keys) if (tail := tail_of(keys)) is None else keys.index(tail)
-    alive: dict[int, tuple[int, int, int]] = {}  # by address: bytes, interval, cause
+    alive: dict[int, tuple[int, int]] = {}  # by address: bytes and cause
     found: list[Interval] = []
-    number, began, now, top, freed = -1, 0, [0, 0, 0], [0, 0, 0], Counter[int]()
+    number, began, now, top = -1, 0, [0, 0, 0], [0, 0, 0]
     for event in events:
         if isinstance(event, int):
             if number >= 0:
                 causes = list(zip(now, top, strict=True))[_GRADIENTS:]
-                sizes = sum(now), sum(top), freed, _NOTHING
+                sizes = sum(now), sum(top), _NOTHING
                 found.append(Interval(keys[number], *sizes, event - began, *causes))
-            number, began, now, top, freed = number + 1, event, [0, 0, 0], [0, 0, 0], Counter()
+            number, began, now, top = number + 1, event, [0, 0, 0], [0, 0, 0]
             continue
         address, grown = event
-        size, made, cause = alive.pop(address, (0, -1, _OTHER))
+        size, cause = alive.pop(address, (0, _OTHER))
         now[cause] -= size
         if grown is None:
             now[_GRADIENTS] += size
-            alive[address] = size, made, _GRADIENTS
+            alive[address] = size, _GRADIENTS
             continue
-        if 0 <= made < number:
-            freed[made] += size
         if grown > 0:
             cause = _LOGITS if number == at_tail else _OTHER
-            alive[address] = grown, number, cause
+            alive[address] = grown, cause
             now[cause] += grown
             top = [*now] if sum(now) > sum(top) else top
     return found

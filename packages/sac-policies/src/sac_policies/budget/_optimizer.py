@@ -37,7 +37,7 @@ if hasattr(optim, "Muon"):
     _TENSORS[optim.Muon] = _always(1)
 
 
-def check_optimizer(optimizer: object, device: torch.device) -> None:
+def check_optimizer(optimizer: object) -> None:
     """Refuse objects that are not optimizers, and optimizers whose state is not known.
 
     Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -23,7 +22,7 @@ from ..trials._functions import named_by
 from ..trials._objects import Objects
 from ..trials._rollback import Rollback
 from ._agree import check_equal, largest, largest_each
-from ._measure import Interval, Marks, Moved, bytes_of, free_bytes, tail_of
+from ._measure import Interval, Marks, Moved, bytes_of, free_bytes
 from ._optimizer import check_optimizer, existing_bytes, state_bytes
 from ._sizes import Budget, budget_bytes
 
@@ -43,17 +42,8 @@ def check_step(model: object, loss: object, step: object) -> None:
             f"sac_policies.fit_: model {shown(model)} is a {type(model).__name__}, but the "
             "state of a module is put back after measuring. Pass an nn.Module."
         )
-    if not (loss is None or callable(loss)):
-        raise BudgetError(
-            f"sac_policies.fit_: loss {shown(loss)} is a {type(loss).__name__}, but it is "
-            "called with the model's output. Pass a function to a scalar, or leave it out."
-        )
-    if not (step is None or callable(step)):
-        raise BudgetError(
-            f"sac_policies.fit_: step {shown(step)} is a {type(step).__name__}, but it is called "
-            "with the model and a batch. Pass a function that runs forward and backward, such as "
-            "trainer.training_step, or leave it out."
-        )
+    _check_callable("loss", loss, "a scalar, from the model's output")
+    _check_callable("step", step, "what a step runs, such as trainer.training_step")
     if loss is not None and step is not None:
         raise BudgetError(
             "sac_policies.fit_: loss and step are passed, but a step computes its own loss. Pass "
@@ -91,12 +81,7 @@ def check_order(batch: object, make_batch: object, budget: Budget | None) -> Bud
             f"sac_policies.fit_: batch {shown(batch)} is a {type(batch).__name__}, but one batch "
             "is measured. Pass next(iter(loader))."
         )
-    if not (make_batch is None or callable(make_batch)):
-        raise BudgetError(
-            f"sac_policies.fit_: make_batch {shown(make_batch)} is a {type(make_batch).__name__}, "
-            "but it is called before each measured step. Pass a function that returns a batch, or "
-            "the batch itself as batch=."
-        )
+    _check_callable("make_batch", make_batch, "a batch, or pass the batch itself as batch=")
     if (batch is None) is (make_batch is None):
         raise BudgetError(
             f"sac_policies.fit_: {'no batch' if batch is None else 'batch and make_batch'} is "
@@ -109,6 +94,14 @@ def check_order(batch: object, make_batch: object, budget: Budget | None) -> Bud
             'bytes, "6 GiB", or a share of the plain step such as "60%".'
         )
     return budget
+
+
+def _check_callable(name: str, given: object, does: str) -> None:
+    if not (given is None or callable(given)):
+        raise BudgetError(
+            f"sac_policies.fit_: {name} {shown(given)} is a {type(given).__name__}, but it is "
+            f"called in each measured step. Pass a function for {does}."
+        )
 
 
 _being_fitted = WeakSet[nn.Module]()
@@ -176,7 +169,7 @@ class Step:
         self._function = step or (lambda model, batch: loss_of(model, batch, loss).backward())
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if optimizer is not None:
-            check_optimizer(optimizer, self.device)
+            check_optimizer(optimizer)
         self._batches = Batches(batch, make_batch)
         own = step or loss
         roots = [model] if own is None else [model, own]
@@ -248,10 +241,7 @@ class Step:
                 self.run()
 
     def intervals(self, marks: Marks) -> list[Interval]:
-        """Run a step; return its intervals, with the maximum over ranks. Collective.
-
-        Only the interval in which the last forward of a region has ended has `freed`.
-        """
+        """Run a step; return its intervals, with the maximum over ranks. Collective."""
         self._prepare()
         self._settle()
         own = marks.intervals(lambda: self._run(marks))
@@ -259,17 +249,10 @@ class Step:
         check_equal(repr(keys), what="order of blocks")
         rows = [(one.grown, one.most, one.ns, *one.moved) for one in own]
         numbers = iter(largest_each([number for row in rows for number in row]))
-        found = [
-            Interval(key, grown, most, None, Moved(*moved), ns)
+        return [
+            Interval(key, grown, most, Moved(*moved), ns)
             for key, grown, most, ns, *moved in zip(keys, *[numbers] * len(rows[0]), strict=True)
         ]
-        tail = tail_of(keys)
-        at = keys.index(BACKWARD) - 1 if tail is None else keys.index(tail)
-        freed = own[at].freed
-        if freed is not None:
-            sizes = largest_each([freed.get(number, 0) for number in range(at)])
-            found[at] = replace(found[at], freed=dict(enumerate(sizes)))
-        return found
 
     def resident(self) -> int:
         """Return bytes of parameters, buffers, batch and state; maximum over ranks. Collective."""
@@ -308,7 +291,7 @@ class Step:
         """Bytes of the state of the optimizer, and of those that the step itself steps."""
         found = {id(each): each for each in (self._optimizer, *self._rollback.optimizers) if each}
         for each in found.values():
-            check_optimizer(each, self.device)
+            check_optimizer(each)
         return sum(state_bytes(each, self.device) for each in found.values())
 
     def _resident(self) -> int:

@@ -7,6 +7,7 @@ corrected afterwards.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,7 +33,6 @@ from ..policies._decisions import Decision
 from ..policies._plans import Plan
 from ..policies._policies import Policy
 from ..policies._rules import RECOMPUTE_ALL
-from ._alike import Blocks, find_blocks
 from ._devices import DEVICES, FREE_SHARE, Device
 from ._mixture import Measured, StepEstimate, offloaded
 from ._model import OPTIMIZERS, Batch, Subject, build
@@ -159,15 +159,14 @@ def _estimate(
     state_bytes = int(factor * gradient_bytes)
     parameter_bytes = bytes_of([*model.parameters(), *model.buffers()])
     resident = parameter_bytes + state_bytes + bytes_of(tensors_in(subject.batch))
-    found = find_blocks([block for _, block in repeating(model)], subject.loss_of)
-    blocks = found.modules
-    step = partial(watch_step, model, found, subject.loss_of, device)
+    blocks, inputs = _blocks(subject)
+    step = partial(watch_step, model, blocks, subject.loss_of, device)
     levels = {PLAIN: step()}
     for name, policy in _POLICIES.items():
         levels[name] = _checkpointed(step, ((block, policy) for block in blocks))
-    inputs, copy = found.input_bytes, device.copy_seconds(1)
+    copy = device.copy_seconds(1)
     levels[OFFLOADED] = offloaded(levels[LEVELS[RECOMPUTES]], inputs, copy)
-    hidden = _hidden(subject, found, levels[PLAIN], device)
+    hidden = _hidden(subject, blocks, inputs, levels[PLAIN], device)
     spans = _checkpointed(step, zip(blocks, (policy for policy, _ in hidden), strict=True))
     levels[HIDDEN] = offloaded(spans, [size for _, size in hidden], copy)
     resident += device.workspace_bytes
@@ -200,6 +199,31 @@ def _estimate(
     )
 
 
+def _blocks(subject: Subject) -> tuple[list[nn.Module], list[int]]:
+    """Run a forward; return the blocks that it calls once, in order, and bytes of their inputs.
+
+    Raises:
+        BudgetError: it calls none exactly once.
+    """
+    candidates = [block for _, block in repeating(subject.model)]
+    calls: list[tuple[nn.Module, int]] = []
+
+    def begin(number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
+        calls.append((candidates[number], given[0].nbytes if given else 0))
+
+    with around_calls(candidates, begin):
+        subject.loss_of()
+    times = Counter(block for block, _ in calls)
+    once = [each for each in calls if times[each[0]] == 1]
+    if not once:
+        raise BudgetError(
+            "sac_policies plan: no block of the model runs exactly once in a step. Plans are for "
+            "models that are stacks of blocks."
+        )
+    return [block for block, _ in once], [size for _, size in once]
+
+
 def _checkpointed(
     step: Callable[[], list[Interval]], regions: Iterable[tuple[nn.Module, Policy]]
 ) -> list[Interval]:
@@ -212,7 +236,11 @@ def _checkpointed(
 
 
 def _hidden(
-    subject: Subject, blocks: Blocks, plain: Sequence[Interval], device: Device
+    subject: Subject,
+    blocks: Sequence[nn.Module],
+    inputs: Sequence[int],
+    plain: Sequence[Interval],
+    device: Device,
 ) -> list[tuple[Policy, int]]:
     """Choose the values whose copies a block's forward hides; return their bytes with the inputs.
 
@@ -220,11 +248,11 @@ def _hidden(
     """
     ns = {span.key: span.ns for span in plain}
     rate = 1 / device.copy_seconds(1)
-    kinds = list(zip(map(type, blocks.modules), blocks.input_bytes, strict=True))
+    kinds = list(zip(map(type, blocks), inputs, strict=True))
     found: dict[tuple[type[nn.Module], int], tuple[Policy, int]] = {}
 
     def begin(number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        kind, input_bytes = kinds[number], blocks.input_bytes[number]
+        kind, input_bytes = kinds[number], inputs[number]
         if kind in found:
             return
         found[kind] = RECOMPUTE_ALL, input_bytes
@@ -238,6 +266,6 @@ def _hidden(
             size = sum(size for (op, _), size in trace.replayable.items() if op in away)
             found[kind] = Plan(tuple(rows)), input_bytes + size
 
-    with blocks.standing_in(), around_calls(blocks.modules, begin):
+    with around_calls(blocks, begin):
         subject.loss_of()
     return [found[kind] for kind in kinds]

@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from ..budget._intervals import marked
 from ..budget._link import SECOND
 from ..budget._measure import Event, Interval, Marks, accounted
 from ..policies._flops import flops_of
-from ._alike import Blocks
 from ._devices import Device
 
 
@@ -98,7 +96,7 @@ class FakeStorages(WatchingMode):
 
 def watch_step(
     model: nn.Module,
-    blocks: Blocks,
+    blocks: Sequence[nn.Module],
     loss_of: Callable[[], torch.Tensor],
     device: Device,
 ) -> list[Interval]:
@@ -106,15 +104,14 @@ def watch_step(
 
     Args:
         model: the model, whose parameters get gradients.
-        blocks: blocks of the model; a block that is not run counts as an equal one that is.
+        blocks: blocks of the model, which the intervals are of.
         loss_of: runs the forward and returns its loss.
         device: the device whose roofline gives the times.
     """
     source = FakeStorages(device)
     marks = Marks(source)
     with ExitStack() as stack:
-        stack.enter_context(blocks.standing_in())
-        stack.enter_context(marked(blocks.modules, marks))
+        stack.enter_context(marked(blocks, marks))
         for parameter in model.parameters():
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(source.note_gradient)
@@ -122,10 +119,4 @@ def watch_step(
         found = marks.intervals(lambda: loss_of().backward())
     for parameter in model.parameters():
         parameter.grad = None
-    by_key = {each.key: each for each in found}
-    for at, each in enumerate(found):
-        if each.region in blocks.like:
-            equal = (blocks.like[each.region], *each.key[1:])
-            found[at] = replace(by_key[equal], key=each.key)
-    # A block that is not run frees nothing.
-    return [replace(each, freed=None) for each in found]
+    return found

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from .._errors import PolicyError, did_you_mean, shown
 from .._frames import user_line
@@ -37,10 +38,8 @@ def entry_of(given: OpEntry, *, where: str) -> str:
     """
     if isinstance(given, Group):
         return given.entry
-    if isinstance(given, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(given, (OpOverload, OpOverloadPacket, HigherOrderOperator)):
         return str(given)
-    if isinstance(given, torch._ops.HigherOrderOperator):
-        return given.name()
     if not (isinstance(given, str) and given):
         hint = "Write for example 'aten.mm'."
         if isinstance(given, (list, tuple, set)):
@@ -99,13 +98,8 @@ def _pattern(entries: tuple[str, ...]) -> Callable[[str], Any]:
 
 def names_of(op: Operator) -> tuple[str, str]:
     """Return an operator's overload name and packet name."""
-    full = name_of(op)
-    return full, full.rpartition(".")[0] if isinstance(op, torch._ops.OpOverload) else full
-
-
-def name_of(op: Operator) -> str:
-    """Return an operator's name in policies and plans: "aten.mm.default"."""
-    return op.name() if isinstance(op, torch._ops.HigherOrderOperator) else str(op)
+    full = str(op)
+    return full, full.rpartition(".")[0] if isinstance(op, OpOverload) else full
 
 
 def _check_exists(text: str, where: str) -> None:
@@ -139,11 +133,11 @@ def _packet(namespace: str, name: str) -> Any:
     except RuntimeError:  # torch raises for names that C++ does not allow
         return None
     # A namespace is a module and has other attributes too.
-    return found if isinstance(found, torch._ops.OpOverloadPacket) else None
+    return found if isinstance(found, OpOverloadPacket) else None
 
 
 def _is_higher_order(name: str) -> bool:
-    return isinstance(getattr(torch.ops.higher_order, name, None), torch._ops.HigherOrderOperator)
+    return isinstance(getattr(torch.ops.higher_order, name, None), HigherOrderOperator)
 
 
 def _hint_for_word(text: str) -> str:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import warnings
 import weakref
 from difflib import get_close_matches
@@ -20,14 +19,12 @@ from typing import Any
 
 from .._errors import UnmatchedEntryWarning, UnmatchedNameError, did_you_mean, shown
 from .._frames import user_stacklevel
-from ._catalogue import ATTENTION, CONVOLUTIONS, MATMULS, QUANTISED, group_named
 from ._modules import root_of
 from ._per_policy import PerPolicy
 from ._policies import Policy
 from ._views import Missing, RegionSummary, runs_of
 
 _MOST_SAID = 8
-_CALL = re.compile(r"(.+)\[\d+\]")
 
 
 class PolicyUse:
@@ -134,39 +131,14 @@ def _names(seen: RegionSummary) -> list[str]:
 
 
 def _hint(entry: str, ran: list[str]) -> str:
-    """Say what an entry means, and suggest one that ran."""
-    if entry.startswith("@"):
-        first, more = group_named(entry).names[:3], len(group_named(entry).names) - 3
-        return f"{entry} stands for {', '.join(first)} and {more} more. None of them ran."
-    call = _CALL.fullmatch(entry)
-    if call is not None:
-        return f"A plan lists it: it is for a function that calls {call[1]} more often."
-    if "(" in entry:
-        return "Compare op with the overload."
-    if "*" in entry or "?" in entry or "[" in entry:
-        return f"No operator that ran fits the glob. {_listed(set(ran))}"
-    twin = _twin_hint(".".join(entry.split(".")[:2]), ran)
-    if twin:
-        return twin
+    """Suggest operators that ran: those with a similar name, or the first ones."""
     # A shared namespace would make any two names look similar.
-    space = entry.partition(".")[0] + "."
-    tails = {name.removeprefix(space) for name in ran if name.startswith(space)}
-    close = get_close_matches(entry.removeprefix(space), sorted(tails), cutoff=0.5)
-    names = " or ".join(repr(space + tail) for tail in close)
-    return f"Did you mean {names}?" if close else "Nothing close to it ran."
-
-
-def _twin_hint(packet: str, ran: list[str]) -> str:
-    """Suggest an operator of the same kind that ran, such as addmm for mm."""
-    for group in (MATMULS, ATTENTION, CONVOLUTIONS, QUANTISED):
-        reasons = dict(group.reasons)
-        twins = get_close_matches(packet, set(ran) & reasons.keys(), n=1, cutoff=0)
-        if twins and packet in reasons and packet not in ran:
-            return (
-                f"Did you mean {twins[0]!r}? It ran ({reasons[twins[0]]}); {group.entry!r} names "
-                "both."
-            )
-    return ""
+    tails = {name.partition(".")[2] or name: name for name in ran}
+    tail = entry.partition(".")[2].partition(".")[0]
+    close = get_close_matches(tail or entry, sorted(tails), cutoff=0.5)
+    if close:
+        return f"Did you mean {' or '.join(repr(tails[each]) for each in close)}?"
+    return f"What ran: {', '.join(map(repr, sorted(set(ran))[:5])) or 'nothing'}."
 
 
 def _listed(known: set[str]) -> str:
