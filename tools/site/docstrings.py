@@ -1,8 +1,8 @@
 """Adapt docstrings for the site: `Example:` is code, and private names are resolved.
 
-The site's parser calls that section `Examples:`. Names that a package does not export have no entry on the site: a private base class is left out, a
-private type alias or constant is replaced by its value, a private default by an ellipsis, and
-parameters and methods for internal use are not shown.
+The site's parser calls that section `Examples:`. Names that a package does not export have no entry
+on the site: a private base class is left out, a private type alias or constant is replaced by its
+value, a private default by an ellipsis, and parameters and methods for internal use are not shown.
 """
 
 from __future__ import annotations
