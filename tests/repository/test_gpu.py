@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -17,15 +15,9 @@ SCRIPT = ROOT / "tools/release/gpu.py"
 
 
 @pytest.fixture(scope="module")
-def gpu() -> ModuleType:
+def gpu(load):
     """Import the script."""
-    spec = importlib.util.spec_from_file_location("gpu", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu"] = module  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    return module
+    return load("release/gpu")
 
 
 def test_files_that_are_run_are_there(gpu, tmp_path):

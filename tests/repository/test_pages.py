@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+Load = Callable[[str], ModuleType]
 TROUBLE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 PARTS = {"ckpt-wrap", "flat-param", "mod-tracker", "sac-policies"}
 # Messages that torch raises in C++, or that another program prints.
@@ -49,20 +51,10 @@ GUIDES = [
 REPLACED = {"fairscale", "torchtune"}  # shown on a page as the code before
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/site/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
-def pages() -> ModuleType:
+def pages(load: Load) -> ModuleType:
     """Import the hook of mkdocs."""
-    return script("pages")
+    return load("site/pages")
 
 
 def headings(section: str) -> list[str]:
@@ -232,9 +224,9 @@ def test_message_that_nobody_says_is_noticed() -> None:
 GOOD = "<html><head><title>{title} - torchparts</title></head><body>{body}</body></html>"
 
 
-def test_site_that_asks_another_server_is_refused(tmp_path: Path) -> None:
+def test_site_that_asks_another_server_is_refused(tmp_path: Path, load: Load) -> None:
     """Fonts, scripts and pictures from elsewhere are reported; ordinary links are allowed."""
-    check = script("check_site")
+    check = load("site/check_site")
     link = '<a href="https://example.org">there</a>'
     (tmp_path / "a.html").write_text(GOOD.format(title="A", body=link))
     (tmp_path / "b.html").write_text(GOOD.format(title="B", body='<img src="x.png">'))
@@ -263,28 +255,28 @@ def test_changelogs_are_on_the_page_of_releases(pages: ModuleType) -> None:
 
 
 def test_look_at_the_site_says_when_it_was_not_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load: Load
 ) -> None:
     """Without a browser's library it fails, so that "not run" is not taken for a pass."""
     monkeypatch.setitem(sys.modules, "axe_playwright_python", None)
-    look = script("look_at_site")
+    look = load("site/look_at_site")
     assert look.main("site") == 1
     assert look.main("--probe") == 0
     assert capsys.readouterr().out.count("not run: ") == 2
 
 
-def test_names_that_the_site_lacks_are_named(tmp_path: Path) -> None:
+def test_names_that_the_site_lacks_are_named(tmp_path: Path, load: Load) -> None:
     """Every public name has an anchor, and private names have none."""
-    check = script("check_site")
+    check = load("site/check_site")
     page = tmp_path / "api.html"
     page.write_text('<h3 id="ckpt_wrap.unwrap">x</h3><h3 id="ckpt_wrap._hidden">x</h3>')
     found = list(check.wrong_names(page, "ckpt_wrap", ["unwrap", "checkpoint_"]))
     assert found == ["ckpt_wrap.checkpoint_ has no entry", "ckpt_wrap._hidden is private"]
 
 
-def test_words_that_no_reader_can_look_up_are_named(tmp_path: Path) -> None:
+def test_words_that_no_reader_can_look_up_are_named(tmp_path: Path, load: Load) -> None:
     """Private names in signatures; the source itself may have them."""
-    check = script("check_site")
+    check = load("site/check_site")
     page = tmp_path / "api.html"
     page.write_text(
         '<div class="language-python doc-signature highlight">f(x: <a>_Kind</a>, y="_z")</div>'

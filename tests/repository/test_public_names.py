@@ -5,21 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import types
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "tools/release/public_names.py"
-
 
 @pytest.fixture
-def names():
-    spec = importlib.util.spec_from_file_location("public_names", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def names(load):
+    return load("release/public_names")
 
 
 MODULES = (

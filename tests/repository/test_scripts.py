@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RELEASE = ROOT / "tools/release"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, RELEASE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -36,21 +24,21 @@ def load(name: str) -> ModuleType:
         ("def f():\n    import numpy", ["x.py:2 imports numpy"]),
     ],
 )
-def test_foreign_imports_are_named(tmp_path, source, found):
+def test_foreign_imports_are_named(tmp_path, source, found, load):
     """Only torch may be imported at the top, extras inside functions, nothing else."""
     (tmp_path / "x.py").write_text(source)
-    isolation = load("isolation")
+    isolation = load("release/isolation")
     assert list(isolation.foreign_imports(tmp_path / "x.py", {"torch"}, {"rich"})) == found
 
 
-def test_files_that_the_sdist_loses_are_named(tmp_path):
+def test_files_that_the_sdist_loses_are_named(tmp_path, load):
     """Two wheels with the same files pass; a file in one of them only is reported."""
     (tmp_path / "direct").mkdir()
     for folder, names in ((tmp_path, ["a.py"]), (tmp_path / "direct", ["a.py", "b.toml"])):
         with zipfile.ZipFile(folder / "x-1-py3-none-any.whl", "w") as wheel:
             for name in names:
                 wheel.writestr(name, "")
-    found = list(load("isolation").lost_files(tmp_path))
+    found = list(load("release/isolation").lost_files(tmp_path))
     assert found == ["b.toml is in the wheel of the folder alone"]
 
 
@@ -102,15 +90,9 @@ def test_packages_are_found_where_pip_is_told_to_look(tmp_path, backend):
 
 
 @pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def checks(load):
     """Import the script of the default checks."""
-    spec = importlib.util.spec_from_file_location("checks", ROOT / "tools/checks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "checks", module)  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    return module
+    return load("checks")
 
 
 WAITS = """
@@ -151,23 +133,23 @@ def test_wrong_name_of_a_check_is_an_error(checks, capsys):
     assert "options after -- go to one check" in capsys.readouterr().err
 
 
-def test_release_tag_must_equal_the_version(tmp_path):
+def test_release_tag_must_equal_the_version(tmp_path, load):
     """A wrong tag, a stale __version__ and an undated changelog are each reported."""
     package = tmp_path / "src/thing"
     package.mkdir(parents=True)
     (tmp_path / "pyproject.toml").write_text('version = "1.2.0"\n')
     (package / "__init__.py").write_text('__version__ = "1.1.0"\n')
     (tmp_path / "CHANGELOG.md").write_text("## 1.2.0 - unreleased\n")
-    release = load("release_tag")
+    release = load("release/release_tag")
     assert len(list(release.problems(tmp_path, "thing", "thing-v1.3.0"))) == 3
     (package / "__init__.py").write_text('__version__ = "1.2.0"\n')
     (tmp_path / "CHANGELOG.md").write_text("## 1.2.0 - 2026-11-21\n")
     assert list(release.problems(tmp_path, "thing", "thing-v1.2.0")) == []
 
 
-def test_release_fails_while_a_page_says_that_nothing_is_uploaded(tmp_path):
+def test_release_fails_while_a_page_says_that_nothing_is_uploaded(tmp_path, load):
     """The sentence stands once, in the README, and is taken out for the first release."""
-    release = load("release_tag")
+    release = load("release/release_tag")
     assert [line.split()[0] for line in release.unfinished(ROOT)] in ([], ["README.md"])
     (tmp_path / "README.md").write_text(f"{release.NOT_UPLOADED}: clone it.")
     assert len(list(release.unfinished(tmp_path))) == 1
@@ -175,9 +157,9 @@ def test_release_fails_while_a_page_says_that_nothing_is_uploaded(tmp_path):
     assert list(release.unfinished(tmp_path)) == []
 
 
-def test_address_of_the_repository_is_the_same_everywhere(tmp_path):
+def test_address_of_the_repository_is_the_same_everywhere(tmp_path, load):
     """One command moves it; a line that names another one is reported."""
-    script = load("address")
+    script = load("release/address")
     assert script.differences() == []
     (tmp_path / "CITATION.cff").write_text("repository-code: https://example.org/a/torchparts\n")
     (tmp_path / "page.md").write_text("see\nhttps://example.org/b/torchparts/blob/main/x\n")
@@ -190,12 +172,12 @@ def test_address_of_the_repository_is_the_same_everywhere(tmp_path):
     assert "/c/torchparts/blob" in (tmp_path / "page.md").read_text()
 
 
-def test_builds_must_be_equal(tmp_path):
+def test_builds_must_be_equal(tmp_path, load):
     """A file that differs or is missing is reported; an empty folder is not a build."""
     for folder, text in (("one", "a"), ("other", "a")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.whl").write_text(text)
-    differing = load("release_tag").differing
+    differing = load("release/release_tag").differing
     one, other = tmp_path / "one", tmp_path / "other"
     assert list(differing(one, other)) == []
     (other / "x.whl").write_text("b")
@@ -206,13 +188,9 @@ def test_builds_must_be_equal(tmp_path):
     assert list(differing(empty, empty)) == [f"{empty} has no files that were built"]
 
 
-def test_simulated_device_runs_where_code_for_devices_changed(tmp_path):
+def test_simulated_device_runs_where_code_for_devices_changed(tmp_path, load):
     """Files that use streams or the accelerator, deleted ones, and the device itself."""
-    spec = importlib.util.spec_from_file_location("concerned", ROOT / "tools/simdev/concerned.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load("simdev/concerned")
     files = {
         "packages/x/src/a.py": "stream.wait_event(event)",
         "packages/x/src/b.py": "x = 1",
