@@ -64,13 +64,9 @@ class OffloadStats:
 
 
 class Counters:
-    """Running counts of `OffloadStats`.
+    """Running counts of `OffloadStats`."""
 
-    Attributes:
-        bytes_unread: the part of `bytes_in` that was never read.
-    """
-
-    copies_out = bytes_out = copies_in = bytes_in = late = bytes_unread = 0
+    copies_out = bytes_out = copies_in = bytes_in = late = 0
 
 
 counters = Counters()
@@ -151,7 +147,6 @@ class MovedTensor:
         if self._here and self._guard is not None:
             self._wait_to_free(self._guard, self._out, out, self._captured)
         if self._back is not None and self._arrived is not None:
-            counters.bytes_unread += self._back.nbytes
             self._wait_to_free(self._back, self._arrived, into, self._back_captured)
 
     def is_copied(self) -> bool:
