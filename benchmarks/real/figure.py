@@ -128,8 +128,9 @@ def draw(title: str, about: str, panels: Sequence[Panel]) -> str:
         f"<title>{escape(title)}</title>",
         f"<style>{_STYLE}</style>",
         f'<text x="10" y="24" class="title">{escape(title)}</text>',
-        f'<text x="10" y="46" class="small">{escape(about)}. Circles: this project; '
-        "squares: others. Upper left is better.</text>",
+        f'<text x="10" y="46" class="small">{escape(about)}</text>',
+        '<text x="10" y="62" class="small">Circles: this project; squares: others. '
+        "Upper left is better.</text>",
     ]
     for index, panel in enumerate(panels):
         lines += _panel(panel, HEADER + PANEL_HEIGHT * index)
