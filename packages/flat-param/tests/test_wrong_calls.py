@@ -112,16 +112,6 @@ def test_wrong_calls_of_flat_views_say_what_to_pass(call: Any, text: str) -> Non
     assert torch.equal(flat.as_vector(), before)
 
 
-def test_replaced_parameter_is_named_with_its_unit() -> None:
-    """A unit has its own names, of which a model has many that are equal."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    for module in (*model, model):
-        fully_shard(module)
-    model[1].weight = nn.Parameter(torch.zeros(2, 2))
-    with pytest.raises(flat_param.ParameterError, match="'weight' of unit '1' was replaced"):
-        model(torch.ones(1, 2))
-
-
 @pytest.mark.parametrize(("call", "text"), WRONG_CALLS.values(), ids=WRONG_CALLS)
 def test_wrong_calls_say_what_to_pass(call: Any, text: str) -> None:
     """In an error of this package, with a sentence to act on."""
