@@ -44,6 +44,14 @@ WRONG_CALLS: dict[str, tuple[Any, str]] = {
         lambda m: flat_param.load_full_state_dict(m, "x"),
         "state is a str, but it must be a state dict",
     ),
+    "state without groups": (
+        lambda m: flat_param.load_full_state_dict(
+            m,
+            {"model": m.state_dict(), "optim": {"state": {}}},
+            optimizer=torch.optim.SGD(m.parameters()),
+        ),
+        "the optimizer state has no 'param_groups'",
+    ),
     "clip parameters": (
         lambda m: m.clip_grad_norm_(m.parameters(), 1.0),
         "The module's own method takes no parameters",
