@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import checks, options_of, raises, whole_state
-from _whole import whole, whole_bytes
+from _harness import checks, options_of, raises, same_bits, whole, whole_state
+from _whole import whole_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -93,11 +93,8 @@ def check_training_is_fsdp2s(rank: int, world: int) -> None:
             losses = [step(model, optimizer, rank, seed) for model, optimizer in pairs]
             assert torch.equal(*losses)
         assert ignored_of(ours) == mine, "their objects stay"
-        expected = {name: whole(value) for name, value in whole_state(theirs).items()}
         found = whole_state(ours)
-        assert list(expected) == list(found)
-        for name, value in found.items():
-            assert torch.equal(value, expected[name]), name
+        same_bits(found, whole(whole_state(theirs)))
         assert whole_bytes(ours) == 0
     if world > 1:
         others: list[Any] = [None] * world
@@ -197,11 +194,8 @@ def check_checkpoints_have_them(rank: int, world: int) -> None:
         assert again.own is own
         assert own.tolist() == [3.0] * 2
         loaded = flat_param.full_state_dict(again, optimizer=its)
-        for name, value in firsts[0]["model"].items():
-            assert torch.equal(loaded["model"][name], value), name
-        for name, values in firsts[0]["optim"]["state"].items():
-            for key, value in values.items():
-                assert torch.equal(loaded["optim"]["state"][name][key], value), (name, key)
+        same_bits(loaded["model"], firsts[0]["model"])
+        same_bits(loaded["optim"]["state"], firsts[0]["optim"]["state"])
         assert "own" in loaded["optim"]["state"]
 
 
@@ -241,9 +235,7 @@ def check_one_set_does_for_all_units(rank: int, world: int) -> None:
         fully_shard(layer, ignored_params=given)
     for model in (apart, together):
         step(model, torch.optim.AdamW(model.parameters()), rank, 0)
-    states = [whole_state(model) for model in (apart, together)]
-    assert list(states[0]) == list(states[1])
-    assert all(map(torch.equal, states[0].values(), states[1].values()))
+    same_bits(whole_state(apart), whole_state(together))
     assert ignored_of(together) == given & set(together.parameters())
 
 

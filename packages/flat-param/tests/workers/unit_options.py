@@ -18,6 +18,7 @@ from _harness import (
     options_of,
     plain,
     raises,
+    same_bits,
     sharded,
     share,
     whole_state,
@@ -52,8 +53,7 @@ def check_meta_init_equals_plain_init(rank: int, world: int) -> None:
     fully_shard(model)
     torch.manual_seed(3)
     reference = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    state = whole_state(model)
-    assert all(torch.equal(state[k], v) for k, v in whole_state(reference).items())
+    same_bits(whole_state(model), whole_state(reference))
 
 
 def check_meta_init_without_reset_is_refused(rank: int, world: int) -> None:
