@@ -61,14 +61,6 @@ class ParamViews:
         for index in range(len(self.params)):
             self.attach(index)
 
-    def moved(self) -> list[int]:
-        """Positions of parameters that have other memory, as after `param.data = ...`."""
-        pointers = list(map(Tensor.data_ptr, self.params))
-        if pointers == self.pointers:
-            return []
-        pairs = enumerate(zip(pointers, self.pointers, strict=True))
-        return [index for index, (now, planned) in pairs if now != planned]
-
 
 class GradBuffer:
     """The gradients of a segment's parameters, which are copied into one buffer as they arrive.

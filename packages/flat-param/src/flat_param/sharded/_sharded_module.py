@@ -64,8 +64,9 @@ def _run(
 ) -> Any:
     """Call `run` as a forward of the module's unit. Collective."""
     unit = module._flat_param
-    schedule = unit.schedule
-    depth = schedule.depth
+    schedule = module._flat_param_schedule
+    forward = schedule.current.forward
+    depth = 0 if forward is None else len(forward.units)
     try:
         args, kwargs = schedule.pre_forward(schedule, unit, args, kwargs)
         return schedule.post_forward(schedule, unit, module, run(*args, **kwargs))

@@ -38,7 +38,7 @@ from ...layout._layout import Segment, plan_segments
 from ...layout._options import UnitOptions, precision_of
 from ...layout._spec import ParamSpec, collect_params, place_of
 from .._sharded_module import ShardedModule, checked_flag, sharded_class
-from ..schedule._schedule import Schedule
+from ..schedule._schedule import Schedule, on_grad
 from ..state._first_step import install_step_hooks
 from ..state._state_hooks import install_module_hooks
 from ..tensor._param_piece import mark_replaced
@@ -293,6 +293,7 @@ def _make_unit(
             comms=comms,
             options=planned.options,
             device=planned.device,
+            on_grad=on_grad,
         )
         for segment in planned.segments
     ]

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ..._errors import FlatParamError, ParameterError, StateError
-from ..._torch_compat import will_run, without_torch_function
+from ..._torch_compat import version_of, without_torch_function
 from ...buffers._owners import Owner
 from ...comm._comm import Pending
 from ...comm._groups import CommGroups
@@ -154,12 +154,16 @@ class Unit:
 
     def _use_leaves(self) -> None:
         """Read parameters and leaves again, after they were made or replaced."""
+        kind = self.parts[0].device.type if self.parts else "cpu"
+        self._has_streams, self._is_capturing = kind != "cpu", capture_query(kind)
         self._gathered = [part for part in self.parts if not part.aliased]
+        self.gathered_leaves = tuple([leaf for part in self._gathered for leaf in part.leaves])
         self.leaf_count = sum([len(part.leaves) for part in self.parts])
         self.nodes = [node for part in self.parts for node in part.nodes]
-        self._is_capturing = capture_query(self.parts[0].device.type if self.parts else "cpu")
+        self._params = tuple([param for part in self.parts for param in part.held.params])
         for site in self.sites:
             site.refresh()
+        self._registered = [(each.registry, each.key, each.leaf, each.param) for each in self.sites]
         self._refuse_grads_of_pieces()
 
     def _refuse_grads_of_pieces(self) -> None:
@@ -204,32 +208,29 @@ class Unit:
                 "state_dict() can be called with them. Leave the block first."
             )
         with without_torch_function():
-            for site in self.sites:
-                current, leaf, param = site.registry.get(site.key), site.leaf, site.param
+            for at, (registry, key, leaf, param) in enumerate(self._registered):
+                current = registry.get(key)
                 if current is leaf:
                     continue
                 if current is not param:
-                    error = _replaced(site, current)
+                    error = _replaced(self.sites[at], current)
                     self.swap_out()
                     raise error
                 if leaf.requires_grad != param.requires_grad:
-                    _set_requires_grad(site, param.requires_grad)
+                    _set_requires_grad(self.sites[at], param.requires_grad)
             for part in self.parts:
-                if moved := part.held.moved():
-                    part.take_moved(moved)
+                if list(map(Tensor.data_ptr, part.held.params)) != part.held.pointers:
+                    part.take_moved()
                     self._version = None
-
-    def swap_in(self) -> None:
-        """Set the leaves in the module."""
-        for site in self.sites:
-            site.registry[site.key] = site.leaf
 
     def swap_out(self) -> None:
         """Set the optimizer's parameters, or the copies inside `whole_params()`."""
-        copies = self.copies
-        for site in self.sites:
-            param = site.param if copies is None else copies[site.part][site.index]
-            site.registry[site.key] = param
+        if self.copies is None:
+            for registry, key, _, param in self._registered:
+                registry[key] = param
+        else:
+            for site in self.sites:
+                site.registry[site.key] = self.copies[site.part][site.index]
 
     def drop_copies(self) -> FlatParamError | None:
         """Set the optimizer's parameters; return the error if a copy was replaced."""
@@ -249,13 +250,9 @@ class Unit:
             for pending in self._gathering or ():
                 pending.wait()
             self._gathering, self.is_unsharded = None, True
-        for part in self._gathered:
-            part.use()
-
-    @property
-    def keeps_sums(self) -> bool:
-        """Whether sums over the ranks that share the parameters wait for those over replicas."""
-        return not self.sums_copies and self.comms.replicate.group is not None
+        if self._has_streams:
+            for part in self._gathered:
+                part.use()
 
     @property
     def is_gathered(self) -> bool:
@@ -269,7 +266,8 @@ class Unit:
         for part in self.parts:
             for leaf, piece in zip(part.leaves, part.pieces, strict=True):
                 mark_shown(leaf, label=piece.label)
-        self.swap_in()
+        for registry, key, leaf, _ in self._registered:
+            registry[key] = leaf
 
     def end_show(self) -> None:
         """Set the optimizer's parameters again; tensors that a user assigned are dropped."""
@@ -279,28 +277,42 @@ class Unit:
             self.swap_out()
         self.is_shown = self.is_by_hand = False
 
-    def compute_with_leaves(self) -> None:
-        """Set the leaves in the module."""
-        self.end_show()
-        self.swap_in()
+    def begin(self, *, recomputes: bool = False) -> None:
+        """Gather the parameters as they are now, and set the leaves. Collective.
 
-    def leaf_versions(self) -> list[int]:
-        """Numbers that change with every write to a leaf that is lost when the unit is freed."""
-        return [leaf._version for part in self._gathered for leaf in part.leaves]
-
-    def check_unwritten(self, before: Sequence[int]) -> None:
-        """Refuse leaves that forward has written to.
-
-        Raises:
-            StateError: one was written to since `leaf_versions` returned `before`.
+        In backward (`recomputes`), they are as in forward.
         """
-        now = self.leaf_versions()
-        if now == before:
-            return
+        if not recomputes:
+            self.reshard_if_stale()
+        self.unshard()
+        self.set_leaves()
+
+    def set_leaves(self) -> None:
+        """Set the leaves in the module."""
+        if self.is_by_hand:
+            self.end_show()
+        for registry, key, leaf, _ in self._registered:
+            registry[key] = leaf
+
+    def prefetch(self) -> bool:
+        """Begin to gather the parameters as they are now; return whether it was needed. Collective.
+
+        Units that a user has unsharded stay as they are.
+        """
+        if self.is_gathered:
+            if self.is_by_hand or not self.is_stale:
+                return False
+            self.reshard()
+        self.start_gather()
+        return True
+
+    def was_written(self, before: Sequence[int]) -> StateError:
+        """The error for leaves that forward has written to; `before` are their versions."""
+        now = map(version_of, self.gathered_leaves)
         pieces = [piece for part in self._gathered for piece in part.pieces]
         pairs = zip(pieces, before, now, strict=True)
         label = next(piece.label for piece, old, new in pairs if old != new)
-        raise StateError(
+        return StateError(
             f"flat_param.fully_shard: parameter {label} was written to in forward, but there it is "
             "a copy of the shards of all ranks, and the write would be lost. Make it a buffer, or "
             "write between steps under whole_params(write_back=True)."
@@ -308,7 +320,8 @@ class Unit:
 
     def reshard(self) -> None:
         """Put the optimizer's parameters back and free the unsharded ones. Not a collective."""
-        self.end_show()
+        if self.is_by_hand:
+            self.end_show()
         self.swap_out()
         if self._gathering is not None:
             for pending in self._gathering:
@@ -343,9 +356,10 @@ class Unit:
         in replays only, so a capture counts too.
         """
         with without_torch_function():
-            changes = [param._version for part in self.parts for param in part.held.params]
-        steps = [part.pieces[0].segment.steps for part in self.parts]
-        return sum(changes) + sum(steps), self._is_capturing()
+            changes = sum(map(version_of, self._params))
+        for part in self.parts:
+            changes += part.pieces[0].segment.steps
+        return changes, self._is_capturing()
 
     def rebind(self) -> None:
         """Update shards and leaves after `module.to()` changed dtype or device."""
@@ -353,10 +367,6 @@ class Unit:
         for part in self.parts:
             part.rebind([param.detach() for param in part.held.params])
         self._use_leaves()
-
-    def count_expected(self) -> int:
-        """Leaves that will get a gradient in the running backward."""
-        return sum(map(will_run, self.nodes))
 
     def forget(self) -> None:
         """Drop all state of a stopped backward. Not a collective."""
