@@ -35,8 +35,7 @@ from torch.optim.optimizer import (
 
 from ..._errors import ParameterError
 from ..._torch_compat import unhooked_step, without_torch_function
-from ...buffers._elementwise import ELEMENTWISE
-from ...buffers._twins import trial_of
+from ...buffers._optimizers import ELEMENTWISE, trial_of
 from ..tensor._param_piece import PIECE, piece_of
 from ..tensor._piece_tensors import as_piece, be_piece, plain
 from ..tensor._reductions import Trial
