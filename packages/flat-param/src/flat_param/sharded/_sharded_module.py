@@ -402,7 +402,7 @@ class ShardedModule(nn.Module):
         yield from self.parameters()
         for unit in self._units():
             for part in unit.parts:
-                yield from part.held.params
+                yield from part.params
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
         units_at_rest(self, "to")

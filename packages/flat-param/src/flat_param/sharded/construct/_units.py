@@ -223,7 +223,7 @@ def _plan_unit(
                 f"flat_param.fully_shard: {type(each).__name__} is sharded already, but a module "
                 "is one unit. Shard its parts first and then the module around them."
             )
-    taken = [param for unit in inner for part in unit.parts for param in part.held.params]
+    taken = [param for unit in inner for part in unit.parts for param in part.params]
     beside = [param for unit in inner for param in unit.ignored]
     given = () if ignored_params is None else ignored_params
     ignored = find_ignored(module, given, owned=taken, nested=beside)
@@ -313,7 +313,7 @@ def _make_unit(
     )
     named = []
     for part in parts:
-        for spec, param in zip(part.segment.layout.specs, part.held.params, strict=True):
+        for spec, param in zip(part.segment.layout.specs, part.params, strict=True):
             named.append((spec.name, param))
             if param is not params[spec.name]:
                 mark_replaced(params[spec.name], name=spec.name)

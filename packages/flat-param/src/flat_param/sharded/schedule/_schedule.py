@@ -347,7 +347,7 @@ class Schedule:
         if current.failed or current.callback() is None:
             # Of older gradients, a loop over the module's parameters may have cleared the leaves'.
             parts = [part for each in self.units for part in each.parts]
-            if any(param.grad is not None for part in parts for param in part.held.params):
+            if any(param.grad is not None for part in parts for param in part.params):
                 raise StateError(
                     "flat_param.fully_shard: an exception stopped the last backward, and another "
                     "one was called without a forward while older gradients are there. Run the "

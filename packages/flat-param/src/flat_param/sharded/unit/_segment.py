@@ -35,7 +35,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..._errors import ParameterError
 from ..._torch_compat import post_accumulate_grad_hooks, without_torch_function
 from ...buffers._dtensors import as_plain, local_of, place_of_dtensor
-from ...buffers._views import ParamViews, memory_order, param_views
+from ...buffers._views import memory_order, param_views
 from ...comm._comm import BufferPool, Pending
 from ...comm._groups import CommGroups, spread_of
 from ...comm._streams import (
@@ -69,7 +69,8 @@ class ShardedSegment:
             has a gradient.
 
     Attributes:
-        held: the optimizer's parameters as views of the shard.
+        params: the optimizer's parameters, views of the shard.
+        pointers: the addresses of these views.
         leaves: the full parameters that the module computes with, in layout order.
         pieces: the piece of each parameter.
         unit: a weak reference to its unit.
@@ -123,7 +124,7 @@ class ShardedSegment:
         self._gaps = (*segment.layout.gaps, (segment.layout.numel, self.plan.numel))
         self._skips = any(piece.skips for piece in self.pieces)
         self._on_grad = on_grad
-        self.held = self._move_into_shard(params)
+        self.params = self._move_into_shard(params)
         self._mark_params()
         self.unit: Callable[[], Any] = lambda: None
         self._users: list[torch.Stream] = []  # streams that read the full buffer
@@ -133,17 +134,21 @@ class ShardedSegment:
         self.make_full()
 
     @torch.no_grad()
-    def _move_into_shard(self, params: Sequence[nn.Parameter]) -> ParamViews:
+    def _move_into_shard(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Copy one parameter after another, so that only one is in memory twice."""
-        views = [piece.view(self.shard) for piece in self.pieces]
+        self._make_views()
         moved = []
         for index, param in enumerate(params):
             self.load_full(index, param.detach())
-            moved.append(as_plain(param, views[index]))
-        return ParamViews(moved, views)
+            moved.append(as_plain(param, self._views[index]))
+        return moved
+
+    def _make_views(self) -> None:
+        self._views = [piece.view(self.shard) for piece in self.pieces]
+        self.pointers = list(map(Tensor.data_ptr, self._views))
 
     def _mark_params(self) -> None:
-        for param, piece in zip(self.held.params, self.pieces, strict=True):
+        for param, piece in zip(self.params, self.pieces, strict=True):
             be_piece(param, piece)
 
     def make_full(self) -> None:
@@ -277,34 +282,33 @@ class ShardedSegment:
 
     def take_moved(self) -> None:
         """Copy values of parameters that have other memory into the shard."""
-        for index, (param, at) in enumerate(zip(self.held.params, self.held.pointers, strict=True)):
-            if param.data_ptr() == at:
+        for param, piece, view in zip(self.params, self.pieces, self._views, strict=True):
+            values = param.detach()
+            if values.data_ptr() == view.data_ptr():
                 continue
-            values, view = self.held.params[index].detach(), self.held.views[index]
             if values.shape != view.shape:
-                self.held.attach(index)
-                label = self.pieces[index].label
+                param.data = view
                 raise ParameterError(
-                    f"flat_param.fully_shard: the data of parameter {label} was replaced by a "
-                    f"tensor of shape {tuple(values.shape)}, but this rank's piece has "
+                    f"flat_param.fully_shard: the data of parameter {piece.label} was replaced by "
+                    f"a tensor of shape {tuple(values.shape)}, but this rank's piece has "
                     f"{tuple(view.shape)}. The piece is back. Load full values by "
                     "load_state_dict, or write them under whole_params(write_back=True)."
                 )
-            self.held.take(index, values)
+            view.copy_(values)
+            param.data = view
 
     @torch.no_grad()
     def rebind(self, tensors: Sequence[Tensor]) -> None:
         """Use pieces of another dtype or device, after `.to()`."""
         dtype, home = tensors[0].dtype, tensors[0].device
         numel, pinned = self.plan.shard_numel, self.pins(home)
-        moved = torch.zeros(numel, dtype=dtype, device=home, pin_memory=pinned)
-        views = [piece.view(moved) for piece in self.pieces]
-        for view, tensor in zip(views, tensors, strict=True):
-            view.copy_(tensor)
-        self.held.follow(views)
         remade = dtype != self.shard.dtype or home != self.shard.device or self.aliased
-        self.device = self.device if self.options.cpu_offload else moved.device
-        self.shard = moved
+        self.shard = torch.zeros(numel, dtype=dtype, device=home, pin_memory=pinned)
+        self.device = self.device if self.options.cpu_offload else self.shard.device
+        self._make_views()
+        for param, view, tensor in zip(self.params, self._views, tensors, strict=True):
+            view.copy_(tensor)
+            param.data = view
         if remade:
             self.make_full()
         self.pieces[0].segment.device = self.device
@@ -440,10 +444,10 @@ class ShardedSegment:
             used = [index for index in used if not self.pieces[index].skips]
         hooks: list[tuple[nn.Parameter, list[Callable[[Tensor], None]]]] = []
         with self._home, without_torch_function():
-            before = [self.held.params[index].grad for index in used]
+            before = [self.params[index].grad for index in used]
             adds = any(grad is not None for grad in before)
             for index, old in zip(used, before, strict=True):
-                param, piece = self.held.params[index], self.pieces[index]
+                param, piece = self.params[index], self.pieces[index]
                 if found := post_accumulate_grad_hooks(param):
                     hooks.append((param, list(found.values())))
                 # `.data`: each gradient has its own version counter.
@@ -460,7 +464,7 @@ class ShardedSegment:
     def clear(self, set_to_none: bool) -> None:
         """Clear `.grad` of the optimizer's parameters."""
         with without_torch_function():
-            for param in self.held.params:
+            for param in self.params:
                 if set_to_none:
                     param.grad = None
                 elif param.grad is not None:

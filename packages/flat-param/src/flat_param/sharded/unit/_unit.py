@@ -53,7 +53,7 @@ class ParamSite:
 
     def refresh(self) -> None:
         """Read parameter and leaf again, after they were made or replaced."""
-        self.param, self.leaf = self.part.held.params[self.index], self.part.leaves[self.index]
+        self.param, self.leaf = self.part.params[self.index], self.part.leaves[self.index]
 
     @property
     def piece(self) -> ParamPiece:
@@ -160,7 +160,7 @@ class Unit:
         self.gathered_leaves = tuple([leaf for part in self._gathered for leaf in part.leaves])
         self.leaf_count = sum([len(part.leaves) for part in self.parts])
         self.nodes = [node for part in self.parts for node in part.nodes]
-        self._params = tuple([param for part in self.parts for param in part.held.params])
+        self._params = tuple([param for part in self.parts for param in part.params])
         for site in self.sites:
             site.refresh()
         self._registered = [(each.registry, each.key, each.leaf, each.param) for each in self.sites]
@@ -169,7 +169,7 @@ class Unit:
     def _refuse_grads_of_pieces(self) -> None:
         before, found = set(map(id, self._piece_nodes)), []
         for part in self.parts:
-            for param, piece in zip(part.held.params, part.pieces, strict=True):
+            for param, piece in zip(part.params, part.pieces, strict=True):
                 with without_torch_function():
                     is_cut = piece.is_cut and param.requires_grad
                     node = get_gradient_edge(param).node if is_cut else None
@@ -219,7 +219,7 @@ class Unit:
                 if leaf.requires_grad != param.requires_grad:
                     _set_requires_grad(self.sites[at], param.requires_grad)
             for part in self.parts:
-                if list(map(Tensor.data_ptr, part.held.params)) != part.held.pointers:
+                if list(map(Tensor.data_ptr, part.params)) != part.pointers:
                     part.take_moved()
                     self._version = None
 
@@ -365,7 +365,7 @@ class Unit:
         """Update shards and leaves after `module.to()` changed dtype or device."""
         self.reshard()
         for part in self.parts:
-            part.rebind([param.detach() for param in part.held.params])
+            part.rebind([param.detach() for param in part.params])
         self._use_leaves()
 
     def forget(self) -> None:
