@@ -345,8 +345,12 @@ class ShardedModule(nn.Module):
         for unit in units_below(self):
             unit.schedule.drop_accumulated()
         super().zero_grad(set_to_none)
-        for part in (each for unit in self._units() if unit.is_shown for each in unit.trained):
-            part.clear(set_to_none)
+        parts = [part for unit in self._units() if unit.is_shown for part in unit.trained]
+        for param in (param for part in parts for param in part.params):
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

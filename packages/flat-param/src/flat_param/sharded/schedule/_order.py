@@ -89,6 +89,7 @@ class Agreement:
                 _check(previous.words, previous.labels, comms)
         self._said = said, copy
 
+    @torch.no_grad()
     def assign_grads(self) -> None:
         """Set `.grad` of all parameters that some rank has used. Not a collective."""
         agreed = self._used

@@ -117,11 +117,13 @@ class BackwardPass:
     Attributes:
         sync: whether it reduces gradients over ranks.
         callback: dead when the engine has dropped the backward.
-        to_gather: units that will be unsharded, in order.
+        to_gather: units that are unsharded, in order.
+        places: their positions in it.
         to_reduce: units whose gradients will be reduced, in order.
         units: the state of each unit.
         is_differentiated: whether `create_graph` is set, so that a later backward may read
             parameters.
+        gathered: number of gathers that have begun.
         ready: units that have all their gradients.
         reducing: reductions in flight.
         summing: reductions over replicas in flight.
@@ -133,9 +135,11 @@ class BackwardPass:
     sync: bool
     callback: weakref.ref[Callable[[], None]]
     to_gather: list[Unit]
+    places: dict[Unit, int]
     to_reduce: list[Unit]
     units: dict[Unit, UnitBackward]
     is_differentiated: bool
+    gathered: int = 0
     ready: set[Unit] = field(default_factory=set)
     reducing: list[tuple[Unit, ShardedSegment, Pending]] = field(default_factory=list)
     summing: list[tuple[Unit, ShardedSegment, Pending]] = field(default_factory=list)

@@ -270,16 +270,31 @@ class Schedule:
     # Backward.
 
     def _on_output_grad(self, unit: Unit, *_: object) -> None:
-        """Pre-backward: unshard the unit, and begin to gather the next ones. Collective."""
-        state = self._standing(unit)
+        """Pre-backward: unshard all units up to this one, and gather the next ones. Collective."""
+        state, current = self._standing(unit), self.current.backward
         if state.begun or state.freed:
             return
+        assert current is not None
         state.begun = True
         if unit.unshards_in_backward:
-            self._gather_for_backward(unit)
+            places = current.places
+            if places.get(unit, -1) >= current.gathered:
+                self._gather_until(current, places[unit] + 1)
+                unit.unshard()
+            stop = current.gathered + 1
+            if unit.backward_prefetch:
+                stop = max(places.get(each, -1) + 1 for each in unit.backward_prefetch)
+            self._gather_until(current, stop)
+            unit.begin(recomputes=True)
         else:
             unit.set_leaves()
         self._advance(unit, state)
+
+    def _gather_until(self, current: BackwardPass, stop: int) -> None:
+        """Begin to gather the first `stop` units of a backward. Collective."""
+        for unit in current.to_gather[current.gathered : stop]:
+            current.gathered += 1
+            unit.start_gather(in_backward=True)
 
     def on_input_grad(self, unit: Unit, forward: UnitForward) -> None:
         """Handle the gradient of an input or of an ignored parameter.
@@ -382,11 +397,13 @@ class Schedule:
                     units[outer].inner += 1
         if not sync:
             self._accumulated |= dict.fromkeys(trained)
+        freed = [each for each in to_gather if chain.get(each) and each.unshards_in_backward]
         self.current.is_spent = True
         self.current.backward = backward = BackwardPass(
             sync=sync,
             callback=weakref.ref(callback, partial(_on_end, weakref.ref(self))),
-            to_gather=[each for each in to_gather if chain.get(each) and each.unshards_in_backward],
+            to_gather=freed,
+            places={unit: place for place, unit in enumerate(freed)},
             to_reduce=[*trained, *late] if sync else [],
             units=units,
             is_differentiated=torch.is_grad_enabled(),
@@ -414,26 +431,12 @@ class Schedule:
             sync=True,
             callback=weakref.ref(callback),
             to_gather=[],
+            places={},
             to_reduce=list(self._accumulated),
             units={},
             is_differentiated=False,
         )
         callback()
-
-    def _gather_for_backward(self, unit: Unit) -> None:
-        """Unshard all units up to this one, and begin to gather the next ones. Collective."""
-        assert self.current.backward is not None
-        queue = self.current.backward.to_gather
-        if unit in queue:
-            for _ in range(queue.index(unit) + 1):
-                queue.pop(0).start_gather(in_backward=True)
-            unit.unshard()
-        ahead = min(1, len(queue))
-        if listed := unit.backward_prefetch:
-            ahead = max((queue.index(each) + 1 for each in listed if each in queue), default=0)
-        for _ in range(ahead):
-            queue.pop(0).start_gather(in_backward=True)
-        unit.begin(recomputes=True)
 
     def _reduce(self, current: BackwardPass, unit: Unit) -> None:
         self._advance_reductions(current)
@@ -479,8 +482,7 @@ class Schedule:
             return
         current.ending = True
         try:
-            while current.to_gather:
-                skipped = current.to_gather.pop(0)
+            for skipped in current.to_gather[current.gathered :]:
                 skipped.unshard()
                 skipped.reshard()
             while current.to_reduce:

@@ -49,8 +49,8 @@ from ...comm._streams import (
 from ...layout._layout import Segment
 from ...layout._options import UnitOptions, compute_dtype, reduction_dtype
 from ...layout._shard import plan_shard
-from ..tensor._param_piece import ParamPiece, PieceSegment
-from ..tensor._piece_tensors import as_piece, be_piece
+from ..tensor._param_piece import PIECE, ParamPiece, PieceSegment
+from ..tensor._piece_tensors import Piece, be_piece
 
 LeafHook = Callable[["weakref.ref[ShardedSegment]", int, Tensor], None]
 
@@ -426,9 +426,8 @@ class ShardedSegment:
             elif reduced.dtype != shard.dtype:
                 self._reduced = reduced.to(shard.dtype)
 
-    @torch.no_grad()
     def assign_grads(self, used_anywhere: Sequence[bool]) -> None:
-        """Set `.grad` of parameters that some rank has used, and call their hooks."""
+        """Set `.grad` of parameters that some rank has used, outside autograd; call their hooks."""
         reduced, self._reduced = self._reduced, None
         self.used = [False] * len(self.used)
         if reduced is None:
@@ -455,20 +454,13 @@ class ShardedSegment:
                 if old is not None:
                     old.add_(grad)
                 else:  # a view would keep the memory of gradients that are added
-                    param.grad = as_piece(grad.clone() if adds else grad, piece)
+                    own = (grad.clone() if adds else grad).as_subclass(Piece)
+                    setattr(own, PIECE, piece)
+                    param.grad = own
         with self._home:
             for param, functions in hooks:
                 for tell in functions:
                     tell(param)
-
-    def clear(self, set_to_none: bool) -> None:
-        """Clear `.grad` of the optimizer's parameters."""
-        with without_torch_function():
-            for param in self.params:
-                if set_to_none:
-                    param.grad = None
-                elif param.grad is not None:
-                    param.grad.zero_()
 
     def forget_grads(self) -> None:
         """Drop the gradients of a stopped backward.

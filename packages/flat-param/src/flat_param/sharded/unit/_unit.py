@@ -24,7 +24,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from ..._errors import FlatParamError, ParameterError, StateError
 from ..._torch_compat import version_of, without_torch_function
@@ -39,21 +38,22 @@ from ._segment import ShardedSegment
 
 @dataclass
 class ParamSite:
-    """One location in a module at which a parameter is registered; a tied one has several.
-
-    Attributes:
-        param: the optimizer's parameter.
-        leaf: the full parameter.
-    """
+    """One location in a module at which a parameter is registered; a tied one has several."""
 
     registry: dict[str, nn.Parameter | None]
     key: str
     part: ShardedSegment
     index: int
 
-    def refresh(self) -> None:
-        """Read parameter and leaf again, after they were made or replaced."""
-        self.param, self.leaf = self.part.params[self.index], self.part.leaves[self.index]
+    @property
+    def param(self) -> nn.Parameter:
+        """The optimizer's parameter."""
+        return self.part.params[self.index]
+
+    @property
+    def leaf(self) -> nn.Parameter:
+        """The full parameter."""
+        return self.part.leaves[self.index]
 
     @property
     def piece(self) -> ParamPiece:
@@ -128,8 +128,12 @@ class Unit:
         self.is_unsharded = self.is_by_hand = self.is_shown = False
         self._gathering: list[Pending] | None = None
         self._version: tuple[int, bool] | None = None
-        self._piece_nodes: list[Any] = []
         self._use_leaves()
+        for part in self.trained:
+            for param, piece in zip(part.params, part.pieces, strict=True):
+                if piece.is_cut:
+                    with without_torch_function():
+                        param.register_hook(partial(_refuse_grad, weakref.ref(self), piece))
 
     def join(self, schedule: object) -> None:
         """Use the schedule of a tree. It refers to all units, so only modules keep it alive."""
@@ -161,23 +165,7 @@ class Unit:
         self.leaf_count = sum([len(part.leaves) for part in self.parts])
         self.nodes = [node for part in self.parts for node in part.nodes]
         self._params = tuple([param for part in self.parts for param in part.params])
-        for site in self.sites:
-            site.refresh()
         self._registered = [(each.registry, each.key, each.leaf, each.param) for each in self.sites]
-        self._refuse_grads_of_pieces()
-
-    def _refuse_grads_of_pieces(self) -> None:
-        before, found = set(map(id, self._piece_nodes)), []
-        for part in self.parts:
-            for param, piece in zip(part.params, part.pieces, strict=True):
-                with without_torch_function():
-                    is_cut = piece.is_cut and param.requires_grad
-                    node = get_gradient_edge(param).node if is_cut else None
-                if node is not None:
-                    found.append(node)  # kept: a node and its hook last as long as a reference
-                    if id(node) not in before:
-                        node.register_prehook(partial(_refuse_grad, weakref.ref(self), piece))
-        self._piece_nodes = found
 
     def start_gather(self, *, in_backward: bool = False) -> None:
         """Begin to unshard the parameters. Collective.
@@ -282,8 +270,12 @@ class Unit:
 
         In backward (`recomputes`), they are as in forward.
         """
-        if not recomputes:
-            self.reshard_if_stale()
+        if self.is_by_hand:
+            self.end_show()
+        if not recomputes and self.is_gathered:
+            self.take_changes()
+            if self.is_stale:
+                self.reshard()
         self.unshard()
         self.set_leaves()
 
@@ -335,14 +327,6 @@ class Unit:
         self.is_unsharded = False
         for part in self._gathered:
             part.free()
-
-    def reshard_if_stale(self) -> None:
-        """Reshard if any parameter has changed since the gather."""
-        self.end_show()
-        if self.is_gathered:
-            self.take_changes()
-            if self.is_stale:
-                self.reshard()
 
     @property
     def is_stale(self) -> bool:
