@@ -140,7 +140,7 @@ def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
     mine = []
     for unit in model._flat_param.schedule.units:
         for part in unit.parts:
-            for param, piece in zip(part.held.params, part.pieces, strict=True):
+            for param, piece in zip(part.params, part.pieces, strict=True):
                 name = f"{unit.name}.{piece.spec.name}" if unit.name else piece.spec.name
                 values = {name: param.detach()}
                 state = optimizer.state.get(param, {}).items()

@@ -65,4 +65,4 @@ def whole_bytes(model: nn.Module) -> int:
 def whole_grad_bytes(model: nn.Module) -> int:
     """Bytes of this rank's gradients that are not summed yet."""
     grads = [each for unit in model._flat_param.schedule.units for each in unit.trained]
-    return sum(each.arriving.flat.nbytes for each in grads if each.arriving is not None)
+    return sum(each.arriving.nbytes for each in grads if each.arriving is not None)

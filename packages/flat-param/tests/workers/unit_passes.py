@@ -133,7 +133,7 @@ def check_input_used_in_many_steps_is_hooked_once(rank: int, world: int) -> None
         assert len(x._backward_hooks) == 2
     del model, out
     gc.collect()
-    assert all(hook.args[0]() is None for hook in x._backward_hooks.values())
+    assert all(hook.args[0].unit() is None for hook in x._backward_hooks.values())
 
 
 def check_dropped_forwards_keep_nothing_whole(rank: int, world: int) -> None:
