@@ -105,7 +105,7 @@ class Steps:
         return None
 
     def least(self) -> tuple[int, ...]:
-        """Return levels with the lowest predicted peak."""
+        """Return the fastest levels with the lowest predicted peak."""
         choices = [(level,) * self._count for level in range(len(self._by_level))]
         best = min(choices, key=self.growth)
         below, allowed = 0, self.growth(best)
@@ -116,7 +116,7 @@ class Steps:
                 below = middle
             else:
                 best, allowed = choice, self.growth(choice)
-        return best
+        return self.choose(allowed) or best
 
     def _interval_of(self, plain: Interval, choice: Sequence[int]) -> Interval:
         if plain.region is None:

@@ -84,25 +84,6 @@ class MovedTensor:
         home: the device that it was copied from.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_arrived",
-        "_back",
-        "_back_captured",
-        "_captured",
-        "_guard",
-        "_here",
-        "_lock",
-        "_made",
-        "_out",
-        "_reader",
-        "_storage",
-        "_stream",
-        "_version",
-        "home",
-        "host",
-    )
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self._here = False
         self._back: torch.Tensor | None = None
