@@ -83,6 +83,25 @@ def test_implementation_that_ends_the_process_fails_the_run(run, suite, capsys, 
     assert [path.name for path in (suite.root / "out").iterdir()] == ["badge-of-honour.svg"]
 
 
+WITH_RANKS = """
+from torchparts_conformance import requirement
+
+def rank_of(part, rank, world_size):
+    return rank
+
+@requirement("CW-001", "It MUST.", source="test_fqn")
+def test_ranks(part, ranks):
+    assert ranks(2, rank_of) == [0, 1]
+"""
+
+
+def test_run_with_ranks_leaves_no_files(run, suite, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    suite.write("cases/ckpt_wrap/test_cases.py", WITH_RANKS)
+    assert run("--jobs", "1") == 0
+    assert [path.name for path in tmp_path.glob("torchparts-*")] == []
+
+
 def test_bad_adapter_is_one_line_and_exit_code_4(run, capsys):
     assert run(impl="nobody_has:this") == 4
     said = capsys.readouterr().err.strip()

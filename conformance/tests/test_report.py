@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 
 import pytest
@@ -195,9 +194,3 @@ def test_announced_crash_stays_an_error(suite):
     suite.write_case("raise RuntimeError('no')")
     assert suite.run("--known-failures", str(_known(suite.root))).ret == 1
     assert suite.outcomes()["CW-001"] == "error"
-
-
-def test_known_failure_that_expires_soon_is_noted(tmp_path):
-    known = _known_failures.load(_known(tmp_path, expires="2027-03-31"))
-    for day, count in (((2, 28), 0), ((3, 1), 1), ((3, 31), 1), ((4, 1), 0)):
-        assert len(_known_failures.notes(known, today=datetime.date(2027, *day))) == count

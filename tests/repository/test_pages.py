@@ -210,14 +210,6 @@ def test_install_line_of_a_guide_names_its_imports(guide: str) -> None:
     assert imported - sys.stdlib_module_names - REPLACED - {"torch"} - set(installed) == set()
 
 
-@pytest.mark.parametrize("guide", GUIDES)
-def test_guide_prints_and_shows_what_it_achieved(guide: str) -> None:
-    """A block of code that prints is followed by its output."""
-    page = (ROOT / f"docs/{guide}.md").read_text(encoding="utf-8")
-    shown = re.split(r"^```text\n", page, flags=re.MULTILINE)
-    assert any("print(" in "".join(code_of(before)[-1:]) for before in shown[:-1])
-
-
 @pytest.mark.parametrize("part", sorted(PARTS))
 def test_page_of_a_package_begins_with_its_readme(part: str, pages: ModuleType) -> None:
     """Links are relative to the package's folder on the site."""

@@ -14,7 +14,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RELEASE = ROOT / "tools/release"
-FOLDERS = [*sorted((ROOT / "packages").iterdir()), ROOT / "conformance"]
 
 
 def load(name: str) -> ModuleType:
@@ -152,15 +151,6 @@ def test_wrong_name_of_a_check_is_an_error(checks, capsys):
     assert "options after -- go to one check" in capsys.readouterr().err
 
 
-def test_files_of_the_checks_exist(checks):
-    """Paths and patterns match something."""
-    for check in checks.CHECKS:
-        words = [word for word in check.arguments()[1:] if "/" in word]
-        missing = [word for word in words if not (ROOT / word).exists()]
-        assert [word for word in missing if "output" not in word] == []
-        assert not any("*" in word for word in words)
-
-
 def test_release_tag_must_equal_the_version(tmp_path):
     """A wrong tag, a stale __version__ and an undated changelog are each reported."""
     package = tmp_path / "src/thing"
@@ -214,34 +204,6 @@ def test_builds_must_be_equal(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert list(differing(empty, empty)) == [f"{empty} has no files that were built"]
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_versions_agree(folder):
-    """hatchling's version equals the package's `__version__`."""
-    version = load("release_tag").static_version(folder)
-    (init,) = folder.glob("src/*/__init__.py")
-    assert f'__version__ = "{version}"' in init.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(("told", "given"), [("3", "3"), (None, str(os.cpu_count() or 1))])
-def test_demo_runs_on_as_many_threads_as_it_is_told(told, given):
-    """`OMP_NUM_THREADS` if set, else all processors; other sessions use one."""
-    code = (
-        "import os, noxfile\n"
-        "class Session:\n"
-        "    posargs = ()\n"
-        "    def install(self, *names): pass\n"
-        "    def run(self, *command, env): print(env['OMP_NUM_THREADS'])\n"
-        "noxfile.demo.func(Session())\n"
-        "print(os.environ['OMP_NUM_THREADS'])"
-    )
-    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    env |= {"OMP_NUM_THREADS": told} if told else {}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
-    )
-    assert done.stdout.split() == [given, told or "1"], done.stderr
 
 
 def test_simulated_device_runs_where_code_for_devices_changed(tmp_path):

@@ -74,14 +74,14 @@ def _to_folder(folder: Path, *, checkpointed: bool = False) -> Scene:
 
 
 def _apply(folder: Path) -> Scene:
-    """Apply and undo."""
+    """Apply and undo; after an interrupt some blocks are wrapped, and `unwrap` undoes that, too."""
     model = stack()
 
     def act() -> None:
         ckpt_wrap.checkpoint_layers_(model)
         ckpt_wrap.unwrap(model)
 
-    return _step_after(model, act)
+    return Scene(act, _step(model).wrong, lambda: ckpt_wrap.unwrap(model))
 
 
 def _step_after(model: nn.Module, act: Callable[[], object]) -> Scene:

@@ -85,8 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows, untrue = _known_failures.announce(report["rows"], known)
         facts = {word: report[word] for word in ("implementation", "environment", "claims")}
         report = _report.build(**facts, rows=rows, problems=[*report["problems"], *untrue])
-    lines = _known_failures.notes(known)
-    lines += _summary.summary(report, load_registry())
+    lines = _summary.summary(report, load_registry())
     if arguments.out is not None:
         _run.write_all(report, arguments.out, lines)
     say(*lines)

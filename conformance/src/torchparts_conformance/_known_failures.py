@@ -25,7 +25,6 @@ from torchparts_conformance.requirements._areas import is_device
 from torchparts_conformance.requirements._cases import parse_toml
 
 _MAX_BYTES = 1 << 20
-_NOTICE = datetime.timedelta(days=30)
 
 
 @dataclass(frozen=True)
@@ -104,13 +103,3 @@ def _violation(entry: KnownFailure, outcomes: set[str], fails: bool, day: dateti
 
 def _changed(row: Mapping[str, Any], outcomes: Mapping[str, str]) -> dict[str, Any]:
     return {**row, "outcome": outcomes.get(row["outcome"], row["outcome"])}
-
-
-def notes(known: Iterable[KnownFailure], *, today: datetime.date | None = None) -> list[str]:
-    """Return a line for each entry that expires soon."""
-    day = today or datetime.date.today()
-    return [
-        f"note: known failure {entry.id} expires on {entry.expires}; fix it, or renew the entry"
-        for entry in known
-        if day <= entry.expires <= day + _NOTICE
-    ]

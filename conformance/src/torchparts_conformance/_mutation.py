@@ -166,4 +166,4 @@ class _Bench:
         """End every process."""
         for _ in range(self._jobs):
             if (worker := self._idle.get()) is not None:
-                worker.end()
+                worker.finish()

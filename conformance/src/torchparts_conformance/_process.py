@@ -36,9 +36,11 @@ def run_cases(options: Sequence[str], *, jobs: int = 1) -> dict[str, Any]:
         (folder / "share").mkdir()
         workers = [Worker(SESSION, log=folder / f"{number}.log") for number in range(jobs)]
         for number, worker in enumerate(workers):
-            stack.callback(worker.end)
+            stack.callback(worker.finish)
             share = [f"--share={folder / 'share' / str(number)}"] if jobs > 1 else []
             worker.send({"files": [], "options": [*options, *share]})
+        for worker in workers:  # callbacks run in reverse: all processes end at the same time
+            stack.callback(worker.close)
         answers = _Followed(workers).answers()
         for worker, answer in zip(workers, answers, strict=True):
             if answer.get("code") == BAD_INPUT and (said := _complaint(worker)):

@@ -273,8 +273,7 @@ class Run:
         if self.report is None:
             return []
         if not self.settings.requirements:
-            notes = _known_failures.notes(self.known)
-            return [*notes, *_summary.summary(self.report, self.registry)]
+            return _summary.summary(self.report, self.registry)
         return [
             f"{row['outcome']:<12} {row['case']} {row['device']}: {row['reason'] or '-'}"
             + (f" (at {row['where']})" if row["where"] else "")

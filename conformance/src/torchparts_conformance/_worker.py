@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 SHOWN_CHARACTERS = 1500
+FINISHING_S = 5.0
 
 
 class Worker:
@@ -83,12 +84,23 @@ class Worker:
         except OSError:
             self.answers.put(None)
 
+    def finish(self) -> None:
+        """Let an idle process end, so that it removes its files; kill it if it does not."""
+        self.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(FINISHING_S)
+        self.end()
+
     def end(self) -> None:
         """Kill the process, and the processes it started if it leads."""
         if self._leads and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
+        self.close()
+
+    def close(self) -> None:
+        """Send no more jobs: an idle process ends."""
         with contextlib.suppress(OSError):  # a job may still be in the pipe
             if self.process.stdin is not None:
                 self.process.stdin.close()

@@ -76,19 +76,6 @@ def random_numbers_need_a_positional_tensor(part):
     return faulty_call(part, change)
 
 
-@mutant("CW-039")
-def checkpoint_around_offload_only_offloads(part):
-    """An offloaded module that is checkpointed is not recomputed."""
-
-    def change(wrapper, call, args, kwargs):
-        inner = getattr(wrapper, INNER)
-        if isinstance(inner, part.OffloadWrapper):
-            return inner(*args, **kwargs)
-        return call(*args, **kwargs)
-
-    return faulty_call(part, change)
-
-
 @mutant("CW-046")
 def torch_func_is_refused(part):
     """Raises for tensors that torch.func differentiates."""

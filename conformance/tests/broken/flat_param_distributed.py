@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -110,29 +109,6 @@ def tied_units_are_not_named(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant("FP-130")
-def stopped_gradients_are_kept(part):
-    """Doubles the gradients of the step after a stopped backward."""
-
-    def change(module, options):
-        state = {"runs": False}
-
-        def begin(factor, grad):
-            state["runs"] = True
-            end = partial(state.update, runs=False)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
-            return factor * grad
-
-        def after(owner, args, output):
-            if output.requires_grad:
-                output.register_hook(partial(begin, 2 if state["runs"] else 1))
-
-        module.register_forward_hook(after)
-        return module
-
-    return with_sharded(part, change)
-
-
 @mutant("FP-131 FP-170")
 def frozen_weights_are_freed_at_once(part):
     """Frees the frozen parameters of the outermost unit at the beginning of its backward."""
@@ -163,19 +139,15 @@ def hooks_of_parameters_are_not_called(part):
     return with_sharded(part, change)
 
 
-def _with_comms(part, change):
-    """The part with a change to every communicator of its sharded modules."""
-
-    def each(module, options):
-        comms = module._flat_param.comms
-        for comm in (comms.gather, comms.reduce, comms.replicate):
-            change(comm)
-        return module
-
-    return with_sharded(part, each)
-
-
 @mutant("FP-193")
 def waits_are_not_compared(part):
     """Waits for a collective until the group's timeout, without comparing units."""
-    return _with_comms(part, lambda comm: setattr(comm, "_look_for_deadlock", lambda pending: None))
+
+    def change(module, options):
+        comms = module._flat_param.comms
+        for comm in (comms.gather, comms.reduce, comms.replicate):
+            if comm.trail is not None:
+                comm.trail.deadlock = lambda label, number: ""
+        return module
+
+    return with_sharded(part, change)

@@ -144,22 +144,6 @@ def inference_is_remembered(part):
     return with_hooks(part, change)
 
 
-@mutant("MT-121")
-def hooks_stay_on_inputs(part):
-    """Leaves a hook on every input."""
-
-    def change(tracker, hooks):
-        def pre_fw(module, args):
-            for value in args:
-                if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
-                    value.register_hook(lambda grad: None)
-            hooks[0](module, args)
-
-        return [hooks[0] and pre_fw, *hooks[1:]]
-
-    return with_hooks(part, change)
-
-
 @mutant("MT-131")
 def outputs_are_touched(part):
     """Changes a root's result slightly."""

@@ -126,21 +126,3 @@ def first_to_leave_takes_all_with_it(part):
             leave(base, self, *exc)
 
     return with_tracker(part, __enter__=enter, __exit__=guarded)
-
-
-@mutant("MT-116")
-def entered_again_is_deaf(part):
-    """Has no events once it is entered a second time."""
-
-    def enter(base, self):
-        self.times = getattr(self, "times", 0) + 1
-        return base.__enter__(self)
-
-    def register(base, self, pre_fw_hook=None, *rest, **others):
-        def told(*event):
-            if getattr(self, "times", 0) < 2:
-                pre_fw_hook(*event)
-
-        base.register_user_hooks(self, pre_fw_hook and told, *rest, **others)
-
-    return with_tracker(part, __enter__=enter, register_user_hooks=register)

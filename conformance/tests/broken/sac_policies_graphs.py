@@ -14,19 +14,6 @@ from .faults.sac_policies import changed
 OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_stop", "debug")
 
 
-@mutant("SP-001 SP-002 SP-003 SP-004 SP-005 SP-006 SP-007 SP-012 SP-013 SP-026")
-def region_is_forgotten(part):
-    """Without a policy, calls the function without a region."""
-
-    def checkpoint(function, *args, policy=None, **kwargs):
-        if policy is None and "context_fn" not in kwargs:
-            own = {name: value for name, value in kwargs.items() if name not in OPTIONS}
-            return function(*args, **own)
-        return part.checkpoint(function, *args, policy=policy, **kwargs)
-
-    return overlay(part, checkpoint=checkpoint)
-
-
 @mutant(
     "SP-001 SP-002 SP-003 SP-004 SP-005 SP-006 SP-007 SP-008 SP-009 SP-010 SP-012 SP-013 SP-015"
     " SP-016 SP-019 SP-020 SP-021 SP-022 SP-025 SP-026 SP-027 SP-028 SP-029 SP-164"

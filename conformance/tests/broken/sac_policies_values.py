@@ -17,7 +17,7 @@ from .faults.sac_policies import changed, eager_only
 
 @mutant(
     "SP-014 SP-015 SP-016 SP-017 SP-018 SP-019 SP-021 SP-029 SP-030 SP-031 SP-032 SP-039 SP-041"
-    " SP-043 SP-133 SP-134 SP-140 SP-141 SP-157 SP-159 SP-215"
+    " SP-043 SP-133 SP-134 SP-141 SP-157 SP-159 SP-215"
 )
 def policy_is_ignored(part):
     """Recomputes everything, for any policy."""
@@ -81,7 +81,7 @@ def none_means_recompute(part):
 
 @mutant(
     "SP-031 SP-032 SP-034 SP-035 SP-036 SP-039 SP-041 SP-042 SP-043 SP-044 SP-045 SP-133 SP-134"
-    " SP-135 SP-140 SP-141 SP-157 SP-159 SP-215"
+    " SP-135 SP-141 SP-157 SP-159 SP-215"
 )
 def values_are_cached_as_torch_does(part):
     """Like torch: each saved value is returned once, even if overwritten, and bypasses hooks."""

@@ -19,12 +19,6 @@ _Case = TypeVar("_Case", bound=Callable[..., Any])
 _ID = re.compile(rf"({'|'.join(PREFIXES.values())})-\d{{3}}")
 _WORD = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _AREA_OF = {prefix: area for area, prefix in PREFIXES.items()}
-# `owner/repo#7`, or `name#7` for these.
-REPOSITORIES = {
-    "pytorch": "pytorch/pytorch",
-    "Lightning": "Lightning-AI/pytorch-lightning",
-    "metaseq": "facebookresearch/metaseq",
-}
 _ISSUE = re.compile(r"(?:([\w.-]+/[\w.-]+)|(\w+))#([1-9]\d{0,6})\b")
 
 
@@ -177,7 +171,8 @@ def _violation(texts: dict[str, str]) -> str:
 
 
 def _repository(issue: re.Match[str]) -> str:
-    return issue[1] or REPOSITORIES.get(issue[2], "")
+    """Return `owner/repo`; an issue without an owner is one of PyTorch."""
+    return issue[1] or ("pytorch/pytorch" if issue[2] == "pytorch" else "")
 
 
 def with_links(text: str) -> str:

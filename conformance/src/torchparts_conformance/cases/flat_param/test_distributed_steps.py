@@ -15,6 +15,7 @@ from torchparts_conformance.cases.flat_param._sharded import (
     mine,
     plain,
     sharded,
+    stepped,
     whole_state,
 )
 
@@ -30,8 +31,7 @@ def _stop(grad: Any) -> None:
 def _one_step(model: Any, inputs: Any) -> dict[str, Any]:
     model.zero_grad()
     loss_of(model, inputs).backward()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return whole_state(model)
+    return stepped(model)
 
 
 def _stopped(part: Any, rank: int, world_size: int) -> list[float]:

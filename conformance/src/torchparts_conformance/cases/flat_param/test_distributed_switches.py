@@ -16,7 +16,7 @@ from torchparts_conformance.cases.flat_param._sharded import (
     mine,
     plain,
     sharded,
-    whole_state,
+    stepped,
 )
 
 
@@ -37,12 +37,6 @@ class _Coder(nn.Module):
         return self.back(code)
 
 
-def _stepped(model: nn.Module) -> dict[str, Tensor]:
-    """The state after a step of size one, which shows every gradient."""
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return whole_state(model)
-
-
 def _coded(part: Any, rank: int, world_size: int) -> float:
     reference, model = _Coder(), part.fully_shard(_Coder())
     for name in ("encode", "decode"):
@@ -50,7 +44,7 @@ def _coded(part: Any, rank: int, world_size: int) -> float:
     inputs = batch(world_size)
     for module, share in ((reference, inputs), (model, mine(inputs, rank))):
         module.decode(module.encode(share)).square().mean().backward()
-    return distance(_stepped(model), _stepped(reference))
+    return distance(stepped(model), stepped(reference))
 
 
 @requirement(
@@ -76,7 +70,7 @@ def _switched(part: Any, rank: int, world_size: int) -> list[Any]:
         loss_of(model, mine(batch(world_size, step), rank)).backward()
         loss_of(reference, batch(world_size, step)).backward()
         silent.append(all(param.grad is None for param in model.parameters()))
-    return [silent, distance(_stepped(model), _stepped(reference))]
+    return [silent, distance(stepped(model), stepped(reference))]
 
 
 @requirement(
@@ -112,7 +106,7 @@ def _gathered_by_hand(part: Any, rank: int, world_size: int) -> list[Any]:
     inputs, reference, found = batch(world_size), plain(), []
     whole = reference.inner[0][0].weight.detach().clone()
     loss_of(reference, inputs).backward()
-    expected = _stepped(reference)
+    expected = stepped(reference)
     for way in ("never", "now", "waited for", "freed"):
         model = sharded(part)
         if way != "never":
@@ -124,7 +118,7 @@ def _gathered_by_hand(part: Any, rank: int, world_size: int) -> list[Any]:
             model.inner[0].reshard()
         with _Gathers() as gathers:
             loss_of(model, mine(inputs, rank)).backward()
-        found += [gathers.count, distance(_stepped(model), expected)]
+        found += [gathers.count, distance(stepped(model), expected)]
     return found
 
 
