@@ -234,8 +234,8 @@ def _plan_unit(
         for spec, local in zip(specs, map(local_of, params), strict=True)
     )
     named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
-    check_no_grads(named)
     check_owners("fully_shard", module, named, (UNIT, FLATTENED, IGNORED), never=(FLATTENED,))
+    check_no_grads(named)
     check_apart("fully_shard", module, params)
     place = one_device(specs, params, mesh)
     check_rules(options.boundary, specs)
