@@ -17,11 +17,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = ("-m", "pytest", "--timeout=600", "--durations=5", "-m", "not nightly")
@@ -76,68 +75,34 @@ CHECKS = (
 )
 
 
-class Lane:
-    """Runs checks one after another while any are left.
-
-    Attributes:
-        took_s: seconds of each check that ended here.
-        failed: names of checks that returned another status than 0.
-    """
-
-    def __init__(self, left: deque[Check], extra: Sequence[str], lock: threading.Lock) -> None:
-        self._left, self._extra, self._lock = left, extra, lock
-        self._process: subprocess.Popen[bytes] | None = None
-        self.took_s: dict[str, float] = {}
-        self.failed: set[str] = set()
-
-    def run(self) -> None:
-        """Take checks until none is left."""
-        while self._left:
-            try:
-                check = self._left.popleft()
-            except IndexError:  # the other lane was faster
-                return
-            with tempfile.TemporaryFile() as output:
-                began = time.monotonic()
-                self._process = subprocess.Popen(
-                    check.arguments(self._extra), cwd=ROOT, stdout=output, stderr=output
-                )
-                if self._process.wait():
-                    self.failed.add(check.name)
-                self.took_s[check.name] = time.monotonic() - began
-                self._print(check, output)
-
-    def _print(self, check: Check, output: IO[bytes]) -> None:
-        output.seek(0)
-        verdict = "failed" if check.name in self.failed else "passed"
-        with self._lock:
-            print(f"\n===== {check.name}: {verdict}, {self.took_s[check.name]:.0f} s", flush=True)
-            print(output.read().decode(errors="replace"), flush=True)
-
-    def stop(self) -> None:
-        """End the process that runs now."""
-        if self._process is not None:
-            self._process.kill()
-
-
 def run(checks: Sequence[Check], extra: Sequence[str] = ()) -> int:
     """Run checks in lanes, and print how long each took; return 1 if any failed."""
-    left, lock = deque(checks), threading.Lock()
-    lanes = [Lane(left, extra, lock) for _ in range(LANES)]
-    threads = [threading.Thread(target=lane.run) for lane in lanes]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    finally:  # also after an interrupt
-        left.clear()
-        while any(thread.is_alive() for thread in threads):
-            for lane in lanes:
-                lane.stop()
-            threads[0].join(0.1)
-    took_s = {name: seconds for lane in lanes for name, seconds in lane.took_s.items()}
-    failures = {name for lane in lanes for name in lane.failed}
+    lock, running = threading.Lock(), set[subprocess.Popen[bytes]]()
+    took_s, failures = dict[str, float](), set[str]()
+
+    def run_one(check: Check) -> None:
+        with tempfile.TemporaryFile() as output:
+            began = time.monotonic()
+            command = check.arguments(extra)
+            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+            running.add(process)
+            if process.wait():
+                failures.add(check.name)
+            running.discard(process)
+            took_s[check.name] = time.monotonic() - began
+            verdict = "failed" if check.name in failures else "passed"
+            output.seek(0)
+            with lock:
+                print(f"\n===== {check.name}: {verdict}, {took_s[check.name]:.0f} s", flush=True)
+                print(output.read().decode(errors="replace"), flush=True)
+
+    with ThreadPoolExecutor(LANES) as pool:
+        try:
+            list(pool.map(run_one, checks))
+        finally:  # also after an interrupt
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in [*running]:
+                process.kill()
     for name in sorted(took_s, key=lambda each: -took_s[each]):
         print(f"{took_s[name]:5.0f} s  {name}")
     failed = [check.name for check in checks if check.name in failures]

@@ -1,6 +1,4 @@
-// What the theme leaves out: names for its search, tables that a keyboard can scroll,
-// and a search that works where the site is opened from a folder.
-const here = document.currentScript.src;
+// What the theme leaves out: names for its search, and tables that a keyboard can scroll.
 
 // Where a pasted message names a file and a line, the search may take "my-model/f.py:9" for a
 // question about a field, and find nothing; a word that begins with a dash would exclude pages.
@@ -18,29 +16,6 @@ window.Worker.prototype.postMessage = function (message, ...rest) {
   const isQuery = message.type === QUERY;
   post.call(this, isQuery ? { ...message, data: asWords(message.data) } : message, ...rest);
 };
-
-if (location.protocol === "file:") {
-  const WebWorker = window.Worker;
-  // Browsers refuse a worker from a file; its text, written beside it as a script, they take.
-  window.Worker = class extends EventTarget {
-    constructor() {
-      super();
-      const tag = document.createElement("script");
-      tag.src = new URL("../search/search_worker.js", here);
-      this.waiting = [];
-      tag.onload = () => {
-        const text = new Blob([searchWorker], { type: "text/javascript" });
-        this.worker = new WebWorker(URL.createObjectURL(text));
-        this.worker.onmessage = ({ data }) => this.dispatchEvent(new MessageEvent("message", { data }));
-        this.waiting.forEach((message) => this.worker.postMessage(message));
-      };
-      document.head.append(tag);
-    }
-    postMessage(message) {
-      this.worker ? this.worker.postMessage(message) : this.waiting.push(message);
-    }
-  };
-}
 
 function nameParts() {
   document.querySelector("#__search")?.setAttribute("aria-label", "Search");

@@ -35,7 +35,6 @@ from compare_shown import (
     Progress,
     Row,
     page_of_memory,
-    plan,
     plot,
     profile_modules,
     table,
@@ -324,7 +323,6 @@ def compare(text: Tensor, config: Config, names: list[str], out: Path) -> None:
     print(profile_modules(Trainer("plain", text, config), out))
     print("\nWho holds the memory between forward and backward of a plain step:")
     print(page_of_memory(Trainer("plain", text, config), out))
-    print(f"\n{plan(config)}")
     plot(rows, config, out)
     print(f"written to {out}/")
 

@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import json
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -130,23 +129,6 @@ def page_of_memory(trainer: Any, out: Path) -> str:
     largest = list(page.inside("saved").items())[:3]
     saved = ", ".join(f"{name} {mib(count)}" for name, count in largest)
     return f"{all_of_it}\nsaved for backward inside: {saved}"
-
-
-def plan(config: Config) -> str:
-    """Return what `plan_memory.py` recommends for three quarters of the plain model's bytes."""
-    from plan_memory import GPTLoss, predict, recommend, say
-
-    model = GPTLoss(config).to(config.device)
-    tokens = torch.zeros(config.batch, config.context, dtype=torch.long, device=config.device)
-    with tempfile.TemporaryDirectory() as folder:
-        batch = {"tokens": tokens, "labels": tokens}
-        choices = list(predict(model, batch, "blocks", folder))
-    limit = choices[0].total_bytes * 3 // 4
-    chosen = recommend(choices, limit)
-    if chosen is None:
-        return f"nothing that plan_memory.py predicts fits {mib(limit)}"
-    what = say(asdict(chosen), config.layers)
-    return f"To fit {mib(limit)}, plan_memory.py recommends: {what} ({mib(chosen.total_bytes)})"
 
 
 def write(rows: list[Row], config: Config, out: Path) -> None:

@@ -22,7 +22,6 @@ TORCH_ONLY += ["muon_shards", "adamw_8bit"]
 OTHERS = [
     "hf_llama",
     "loss_in_slices",
-    "hf_trainer",
     "accelerate_loop",
     "lightning_callback",
     "peft_lora",

@@ -59,10 +59,9 @@ def wrong_names(page: Path, package: str, names: Iterable[str]) -> Iterator[str]
 
 
 def inner_words(page: Path) -> Iterator[str]:
-    """Return words that readers of the reference cannot look up: internal rules, private types."""
+    """Return private names in signatures, which readers of the reference cannot look up."""
     text = page.read_text(encoding="utf-8")
     shown = re.sub(r"<details.*?</details>", "", text, flags=re.DOTALL)  # the source itself
-    yield from (f"{page.name} refers to {rule}" for rule in re.findall(r"\bRules? \d", shown))
     for signature in re.findall(r'<div class="[^"]*doc-signature.*?</div>', shown, re.DOTALL):
         said = html.unescape(re.sub(r"<[^>]+>", "", signature))
         for name in re.findall(r"(?<![\w.'\"])_[a-zA-Z]\w*", said):

@@ -1,9 +1,8 @@
 """Adapt docstrings for the site: `Example:` is code, and private names are resolved.
 
-The site's parser calls that section `Examples:`. References to internal rules are removed. Names
-that a package does not export have no entry on the site: a private base class is left out, a
-private type alias or constant is replaced by its value, a private default by an ellipsis, and
-parameters and methods for internal use are not shown.
+The site's parser calls that section `Examples:`. Names that a package does not export have no entry
+on the site: a private base class is left out, a private type alias or constant is replaced by its
+value, a private default by an ellipsis, and parameters and methods for internal use are not shown.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ import pages
 
 
 class ForReaders(griffe.Extension):
-    """Renames the section and removes references to internal rules."""
+    """Renames the section."""
 
     def on_object(self, *, obj: griffe.Object, **rest: Any) -> None:
         """Called for each object with a docstring."""
         if obj.docstring is not None:
-            text = pages.RULES.sub("", obj.docstring.value)
             obj.docstring.value = re.sub(
-                r"^(\s*)Example:$", r"\1Examples:", text, flags=re.MULTILINE
+                r"^(\s*)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE
             )
 
 

@@ -25,8 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {
     path.name: path for path in (*ROOT.glob("packages/*/src/*"), *ROOT.glob("conformance/src/*"))
 }
-# References to numbered rules in a file's header, which readers of the site cannot look up.
-RULES = re.compile(r"\s\((?:\w+ )?Rules? \d[^()]*\)|\sSee Rules? \d[^.]*\.")
 GAP = "…"  # placeholder in a message for its variable parts
 
 
@@ -150,7 +148,7 @@ def _first_sentence(node: ast.stmt, after: ast.stmt | None) -> str:
         text = ast.get_docstring(node) or ""
     elif isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
         text = str(after.value.value)
-    paragraph = " ".join(RULES.sub("", text).split("\n\n")[0].split())
+    paragraph = " ".join(text.split("\n\n")[0].split())
     first = re.split(r"(?<=[.!?])\s", paragraph)[0]
     return first.replace("|", r"\|")
 
