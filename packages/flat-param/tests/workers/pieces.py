@@ -17,6 +17,7 @@ from _harness import checks, options_of, raises, same_bits, whole_state
 from _whole import same_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import flat_param
@@ -73,10 +74,12 @@ def backward(*models: nn.Module, step: int = 0) -> None:
 
 
 def tensors_of(reference: nn.Module, model: nn.Module) -> Iterator[tuple[Tensor, Any]]:
-    """Parameters and gradients of both."""
+    """Parameters and gradients of both, and two entries of state dicts."""
     for whole, piece in zip(reference.parameters(), model.parameters(), strict=True):
         yield whole.detach(), piece
         yield whole.grad, piece.grad  # type: ignore[misc]
+    state = model.state_dict()
+    yield from ((reference.state_dict()[name], state[name]) for name in ("0.weight", "4.bias"))
 
 
 REDUCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -105,12 +108,14 @@ REDUCTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def check_reductions_are_of_all_ranks(rank: int, world: int) -> None:
-    """Of parameters, gradients, and elementwise results of every dtype."""
+    """Of parameters, gradients, shards, and elementwise results of every dtype."""
     for boundary, way in (("element", "ZeRO-3"), ("element", "replicated")):
         reference, model = pair(boundary=boundary, **options_of(way))
         backward(reference, model)
         for whole, piece in tensors_of(reference, model):
             for name, call in REDUCTIONS.items():
+                if name == "dot" and isinstance(piece, DTensor):
+                    continue  # shards keep their shape when they are flattened
                 expected, found = call(whole).float(), call(piece).float()
                 near = torch.allclose(found, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
                 assert near, (name, found, expected)
@@ -175,11 +180,12 @@ def check_initialisers_draw_the_whole(rank: int, world: int) -> None:
 
 
 def check_what_needs_the_whole_is_refused(rank: int, world: int) -> None:
-    """In one sentence that names `full_tensor()`, also for copies and elementwise results."""
+    """In one sentence that names `full_tensor()`; also of copies, elementwise results, shards."""
     _, model = pair()
     backward(model)
     param: Any = model[0].weight
-    for tensor in (param, param.grad, param.detach() * 2, param.data.bool()):
+    shard = model.state_dict()["0.weight"]
+    for tensor in (param, param.grad, param.detach() * 2, param.data.bool(), shard):
         calls: dict[str, Callable[[Any], Any]] = {
             "__getitem__": lambda t: t[0],
             "__setitem__": lambda t: t.__setitem__(0, 1),
@@ -198,9 +204,12 @@ def check_what_needs_the_whole_is_refused(rank: int, world: int) -> None:
             "broadcast": lambda t: dist.broadcast(t.detach(), 0),
             "all_gather": lambda t: dist.all_gather([t.to_local()] * world, t),
         }
+        kind: Any = flat_param.ParameterError
+        if tensor is shard:
+            kind = kind, flat_param.StateError
         for call in calls.values():
             text = "Call full_tensor() on every rank"
-            raises(flat_param.ParameterError, text, lambda c=call, t=tensor: c(t))
+            raises(kind, text, lambda c=call, t=tensor: c(t))
     assert "elements 0 to" in repr(param) or "no element" in repr(param) or rank
     raises(flat_param.StateError, "the loss was computed with it", param.norm().backward)
     raises(flat_param.StateError, "computes with it", lambda: param * torch.ones(1, 9, 9))

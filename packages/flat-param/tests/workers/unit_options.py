@@ -56,13 +56,6 @@ def check_meta_init_equals_plain_init(rank: int, world: int) -> None:
     same_bits(whole_state(model), whole_state(reference))
 
 
-def check_meta_init_without_reset_is_refused(rank: int, world: int) -> None:
-    """Meta init without reset is refused."""
-    with torch.device("meta"):
-        model = plain()
-    raises(flat_param.ParameterError, "reset_parameters", lambda: fully_shard(model))
-
-
 def check_first_rank_can_speak_for_all(rank: int, world: int) -> None:
     """First rank can speak for all."""
     model = fully_shard(plain(seed=rank), sync_module_states=True)
@@ -145,16 +138,6 @@ def check_weights_tied_to_a_flattened_module_beside_are_refused_by_name(
     assert type(model[1]) is nn.Linear
     flat_param.unflatten(model[0])
     fully_shard(model[1])
-
-
-def check_parameters_that_share_memory_are_refused_by_name(rank: int, world: int) -> None:
-    """Two parameters over the same memory are refused, naming both; nothing is changed."""
-    model = plain()
-    down = model.blocks[0].down
-    down.bias = nn.Parameter(down.weight.detach()[0])
-    for name in ("'blocks.0.down.weight'", "'blocks.0.down.bias' share memory"):
-        raises(flat_param.ParameterError, name, lambda: fully_shard(model))
-    assert type(model) is type(plain())
 
 
 run = checks(globals())
