@@ -24,10 +24,10 @@ import flat_param
 from flat_param import StateError, fully_shard
 
 
-def sharded_llama() -> Any:
+def sharded_llama(seed: int = 0, *, tied: bool = False) -> Any:
     """A transformer whose layers are units; the same weights each time."""
-    torch.manual_seed(0)
-    model: Any = llama()
+    torch.manual_seed(seed)
+    model: Any = llama(tied=tied)
     for layer in model.model.layers:
         fully_shard(layer)
     return fully_shard(model)
@@ -340,11 +340,21 @@ def peft_adapters(kind: str) -> None:
         assert_equal(whole(model), plain.state_dict(), **close)
 
 
+def generate() -> None:
+    """transformers keeps ranks in step whose sequences end at other lengths."""
+    model = sharded_llama().eval()
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    rank = dist.get_rank()
+    count = 4 if rank else 8
+    out = model.generate(IDS[:1, :3] + rank % 2, do_sample=False, max_new_tokens=count)
+    assert out.shape[1] == 3 + count
+
+
 def save_pretrained() -> None:
-    """transformers writes a model that loads as the plain class."""
+    """transformers writes a model that loads as the plain class, and into a sharded one."""
     import transformers
 
-    model = sharded_llama()
+    model = sharded_llama(tied=True)
     with one_folder() as folder:
         with pytest.raises(StateError, match="state_dict=full"):
             model.save_pretrained(folder)
@@ -354,12 +364,16 @@ def save_pretrained() -> None:
             found = transformers.AutoModelForCausalLM.from_pretrained(folder)
             assert type(found).__name__ == "LlamaForCausalLM"
             assert_equal(found.state_dict(), full)
+        dist.barrier()
+        other = sharded_llama(1, tied=True)
+        flat_param.load_sharded(other, folder)
+        assert_equal(whole(other), whole(model))
 
 
 JOBS: dict[str, Callable[..., None]] = {
     job.__name__: job
     for job in (
         *(pipeline, accelerate_plugin, accelerate_alone, trainer, lightning_resume),
-        *(peft_adapters, save_pretrained),
+        *(peft_adapters, generate, save_pretrained),
     )
 }

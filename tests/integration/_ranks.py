@@ -42,6 +42,7 @@ LIBRARIES: list[Claim] = [
     ("lightning_resume", "file"),
     ("peft_adapters", "lora"),
     ("peft_adapters", "dora"),
+    ("generate",),
     ("save_pretrained",),
 ]
 MODELS: list[Claim] = [("any_model", case.name) for case in CASES]

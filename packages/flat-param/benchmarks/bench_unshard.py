@@ -42,9 +42,7 @@ def ours() -> Step:
     unit = flat_param.fully_shard(build())._flat_param
 
     def cycle() -> None:
-        unit.reshard_if_stale()
-        unit.unshard()
-        unit.swap_in()
+        unit.begin()
         unit.reshard()
 
     return cycle

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from flat_param import flat_params_of, fully_shard
 from flat_param.handle import FlatParamHandle
+from torchparts_conformance.cases.flat_param import _builds
 from torchparts_conformance.ranks import RankError, Ranks, Run
 
 torch.set_num_threads(1)
@@ -71,16 +72,7 @@ def aliased() -> Callable[[nn.Module], bool]:
 @pytest.fixture
 def holder() -> Callable[..., nn.Module]:
     """Make a module of given tensors, as parameters p0, p1, ..."""
-
-    def make(*tensors: Tensor) -> nn.Module:
-        module = nn.Module()
-        for index, tensor in enumerate(tensors):
-            trainable = tensor.is_floating_point() or tensor.is_complex()
-            kept = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, trainable)
-            module.register_parameter(f"p{index}", kept)
-        return module
-
-    return make
+    return _builds.holder
 
 
 @pytest.fixture
@@ -101,19 +93,6 @@ def pair(group_of_one: None) -> nn.Module:
     return model
 
 
-class _Group:
-    """A process group that has only a rank and a size."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-
 @pytest.fixture
 def handle_of() -> Callable[..., FlatParamHandle]:
     """Flatten all of a module into a handle; with `world`, as one of so many ranks."""
@@ -121,7 +100,7 @@ def handle_of() -> Callable[..., FlatParamHandle]:
     def make(
         module: nn.Module, rank: int = 0, world: int | None = None, **changes: Any
     ) -> FlatParamHandle:
-        group: Any = None if world is None else _Group(rank, world)
+        group: Any = None if world is None else _builds.Group(rank, world)
         return FlatParamHandle(list(module.parameters()), module, process_group=group, **changes)
 
     return make

@@ -42,16 +42,6 @@ def test_channels_last_keeps_the_aliasing(aliased):
     assert aliased(model)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_load_state_dict_keeps_the_aliasing(mlp, assign, aliased):
-    """Loading copies in; parameters that `assign=True` makes move in at the next use."""
-    flat = flatten(mlp)
-    state = {name: torch.full_like(value, 2.0) for name, value in mlp.state_dict().items()}
-    mlp.load_state_dict(state, assign=assign)
-    assert int(flat.as_vector().sum()) == 2 * sum(p.numel() for p in mlp.parameters())
-    assert aliased(mlp)
-
-
 def test_loading_by_assignment_fills_a_meta_module(mlp, aliased):
     """A module flattened on the meta device becomes real when real parameters are assigned."""
     with torch.device("meta"):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from flat_param import Blocks, LayoutError, by_name, fully_shard
+from flat_param import LayoutError, by_name, fully_shard
 from flat_param.plan import plan_training, unit_shapes
 
 
@@ -96,10 +96,3 @@ def test_plan_for_later_takes_names() -> None:
     even = plan_training(shapes, world_size=4)
     whole = plan_training(shapes, world_size=4, boundary=by_name({"weight": "tensor"}))
     assert whole.params > even.params
-
-
-def test_blocks_are_cut_between_them() -> None:
-    """Of 24 elements in blocks of 8, the first rank has whole ones."""
-    with first_of(2):
-        model = fully_shard(nn.Linear(4, 6, bias=False), boundary=by_name({"*": Blocks(8)}))
-        assert model.weight.numel() in (8, 16)

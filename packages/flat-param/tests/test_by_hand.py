@@ -56,15 +56,6 @@ def test_wait_does_nothing_once_the_gather_is_used_up(use: str) -> None:
     assert _is_free(layer)
 
 
-def test_replaced_parameter_is_refused_before_a_gather() -> None:
-    """And the unit is freed."""
-    layer = _layer()
-    layer.weight = nn.Parameter(torch.ones(2, 2))
-    with pytest.raises(ParameterError, match=r"'weight' of .* was replaced by a Parameter"):
-        layer.unshard()
-    assert _is_free(layer)
-
-
 def test_optimizer_made_while_unsharded_is_refused() -> None:
     """It would step a copy; one made after `reshard` trains."""
     layer = _layer()
@@ -191,16 +182,20 @@ def test_state_dict_frees_units_and_takes_replaced_pieces() -> None:
     assert torch.equal(model[0].weight, before.double())
 
 
-@pytest.mark.parametrize("use", ["forward", "reshard"])
+@pytest.mark.parametrize("use", ["unshard", "reshard", "whole_params"])
 def test_what_was_stopped_is_settled_first(use: str) -> None:
-    """A backward that failed: units can be gathered and freed by hand at once."""
+    """A backward that failed: parameters can be gathered, freed and made whole at once."""
     model = fully_shard(Asks(), mp_policy=PRECISE)
     y = model(_x())
     model.ask = lambda: 1 // 0  # type: ignore[assignment, return-value]
     with pytest.raises(ZeroDivisionError):
         y.sum().backward()
     model.ask = lambda: None
-    if use == "reshard":
+    if use == "whole_params":
+        with model.whole_params():
+            assert model.last.weight.dtype == torch.float32
+            assert model.last.weight.shape == (4, 4)
+    elif use == "reshard":
         model.reshard()
     model.unshard()
     assert model.last.weight.dtype == torch.float64

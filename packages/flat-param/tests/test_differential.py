@@ -8,21 +8,9 @@ import torch
 from torch import nn
 
 import flat_param
+from torchparts_conformance.cases.flat_param._builds import Group
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns at its own import and use
-
-
-class Group:
-    """Rank and size, which is all that a handle asks for before it communicates."""
-
-    def __init__(self, rank, size):
-        self._rank, self._size = rank, size
-
-    def rank(self):
-        return self._rank
-
-    def size(self):
-        return self._size
 
 
 def _layer(rng):

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import flat_param as fp
-from flat_param.handle import HandleShardingStrategy as Strategy
 
 F32 = torch.float32
+X = torch.ones(1, 5)
 
 
 def test_leaves_are_also_the_standard_errors():
@@ -68,12 +68,38 @@ def test_flatten_refuses_lazy_parameters():
         fp.flatten(nn.Sequential(nn.LazyLinear(3)))
 
 
-@pytest.mark.parametrize("numel", [3, 80])
-def test_functional_call_refuses_a_vector_of_another_size(mlp, numel):
-    """Too short or too long, before anything is computed."""
-    text = rf"shape \({numel},\), but segment 'float32' has \(72,\)"
-    with pytest.raises(fp.VectorError, match=text):
-        fp.flatten(mlp).functional_call(torch.ones(numel), torch.ones(1, 5))
+SIZE = "has shape \\({},\\), but segment 'float32' has \\(72,\\)"
+MISUSES = [
+    *(
+        (lambda flat, numel=n: flat.functional_call(torch.ones(numel), X), fp.VectorError, text)
+        for n, text in ((3, SIZE.format(3)), (80, SIZE.format(80)))
+    ),
+    (lambda flat: flat.load_vector(torch.ones(3)), fp.VectorError, f"vector {SIZE.format(3)}"),
+    (
+        lambda flat: flat.lerp_(fp.flatten(nn.Linear(8, 8)), 0.5),
+        fp.VectorError,
+        "have different layouts, but they must match",
+    ),
+    *(
+        (lambda flat, n=n: flat.chunks(n), fp.VectorError, f"numel is {n!r}, but a chunk has a")
+        for n in (0, "big")
+    ),
+    *(
+        (lambda flat, again=again: fp.flatten(again(flat.module)), fp.StateError, "is flattened a")
+        for again in (lambda m: m, lambda m: m[0], nn.Sequential)
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), MISUSES)
+def test_misuse_of_a_flat_module_is_refused(mlp, call, error, text):
+    """By what it is, before anything has changed."""
+    flat = fp.flatten(mlp)
+    before = flat.as_vector().clone()
+    with pytest.raises(error, match=text):
+        call(flat)
+    assert flat.numel == 72
+    assert torch.equal(flat.as_vector(), before)
 
 
 def test_flatten_refuses_two_devices(mlp):
@@ -83,24 +109,6 @@ def test_flatten_refuses_two_devices(mlp):
     with pytest.raises(fp.ParameterError, match=r"'2.weight' is on meta and '0.weight' on cpu"):
         fp.flatten(mlp)
     assert mlp[0].weight.data_ptr() == before
-
-
-@pytest.mark.parametrize("again", [lambda m: m, lambda m: m[0], lambda m: nn.Sequential(m)])
-def test_flatten_refuses_what_is_flat_already(mlp, again):
-    """Neither the same module, nor a part of it, nor what contains it is flattened twice."""
-    flat = fp.flatten(mlp)
-    with pytest.raises(fp.StateError, match="is flattened already"):
-        fp.flatten(again(mlp))
-    assert flat.numel == 72
-
-
-def test_vectors_of_another_size_are_refused_and_nothing_changes(mlp):
-    """A wrong vector does not change the parameters."""
-    flat = fp.flatten(mlp)
-    before = flat.as_vector().clone()
-    with pytest.raises(fp.VectorError, match=r"vector has shape \(3,\), but segment 'float32'"):
-        flat.load_vector(torch.ones(3))
-    assert torch.equal(flat.as_vector(), before)
 
 
 def test_an_ambiguous_or_unknown_segment_is_refused(mlp):
@@ -122,23 +130,6 @@ def test_a_frozen_segment_has_no_gradient(mlp):
     flat = fp.flatten(mlp.requires_grad_(False))
     with pytest.raises(fp.StateError, match=r"'float32.frozen' is frozen, but only a trainable"):
         flat.grad_vector()
-
-
-def test_lerp_refuses_another_layout(mlp):
-    """Nothing is averaged with a module of other parameters."""
-    flat, other = fp.flatten(mlp), fp.flatten(nn.Linear(8, 8))
-    before = flat.as_vector().clone()
-    with pytest.raises(fp.VectorError, match="have different layouts, but they must match"):
-        flat.lerp_(other, 0.5)
-    assert torch.equal(flat.as_vector(), before)
-
-
-def test_chunks_need_an_element(mlp):
-    """A chunk of nothing is refused."""
-    flat = fp.flatten(mlp)
-    for numel in (0, "big"):
-        with pytest.raises(fp.VectorError, match=f"numel is {numel!r}, but a chunk has a whole"):
-            flat.chunks(numel)
 
 
 def test_chunks_refuse_another_plan(mlp):
@@ -165,21 +156,7 @@ def _handle(**changes):
 
 
 def test_the_handle_keeps_the_sentences_of_the_source(holder):
-    """What torch says, word for word, where torch is right."""
-    with pytest.raises(
-        ValueError, match="Cannot construct a FlatParamHandle with an empty parameter list"
-    ):
-        _handle(params=[])
-    mixed = holder(torch.ones(2), torch.ones(2, dtype=torch.float16))
-    words = "uniform dtype but got torch.float32 and torch.float16"
-    with pytest.raises(ValueError, match=words):
-        fp.handle.FlatParamHandle(list(mixed.parameters()), mixed)
-    ints = holder(torch.ones(2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="Cannot flatten integer dtype tensors"):
-        fp.handle.FlatParamHandle(list(ints.parameters()), ints)
-    frozen = holder(torch.ones(2), nn.Parameter(torch.ones(2), requires_grad=False))
-    with pytest.raises(ValueError, match="uniform `requires_grad` when `use_orig_params=False`"):
-        fp.handle.FlatParamHandle(list(frozen.parameters()), frozen)
+    """What torch says, word for word, where torch is right; others in the conformance suite."""
     devices = holder(torch.ones(2), torch.ones(2, device="meta"))
     with pytest.raises(ValueError, match="on the same device but got both cpu and meta"):
         fp.handle.FlatParamHandle(list(devices.parameters()), devices)
@@ -194,25 +171,6 @@ def test_the_handle_refuses_an_extension():
     """Tensor-parallel hooks are not silently dropped."""
     with pytest.raises(fp.ParameterError, match="fsdp_extension is given, but"):
         _handle(fsdp_extension=object())
-
-
-def test_a_sharded_module_is_not_copied():
-    """A part of the parameters cannot make a whole copy."""
-    import copy
-
-    class Group:
-        def rank(self):
-            return 0
-
-        def size(self):
-            return 2
-
-    handle = _handle(process_group=Group(), sharding_strategy=Strategy.FULL_SHARD)
-    handle.shard()
-    with pytest.raises(
-        fp.StateError, match="the module is sharded, but unflatten_as_params needs whole"
-    ):
-        copy.deepcopy(handle._fully_sharded_module)
 
 
 def test_fully_shard_without_a_process_group_names_the_other_way():

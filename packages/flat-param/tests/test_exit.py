@@ -13,8 +13,6 @@ import atexit, gc, os, time
 import torch, torch.distributed as dist
 from torch import nn
 from weakref import ref
-import flat_param
-from flat_param.handle import FlatParamHandle, HandleShardingStrategy
 
 def gloo_threads():
     found = 0
@@ -25,13 +23,15 @@ def gloo_threads():
             pass
     return found
 
-def at_exit():  # runs last
+def at_exit():  # registered first, so it runs last
     until = time.monotonic() + 3  # the system may list a thread a moment longer than it runs
     while gloo_threads() and time.monotonic() < until:
         time.sleep(0.02)
     print("at exit", gloo_threads(), world() is not None)
 
 atexit.register(at_exit)
+import flat_param
+from flat_param.handle import FlatParamHandle, HandleShardingStrategy
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 world = ref(dist.group.WORLD)
 model = nn.Linear(4, 4)

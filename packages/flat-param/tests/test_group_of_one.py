@@ -66,8 +66,6 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
         module = importlib.import_module(name)
         if hasattr(module, "FOLDER"):
             module.FOLDER = tmp_path_factory.mktemp(name)
-        if hasattr(module, "GROUPS"):
-            module.GROUPS[:] = [dist.group.WORLD] * 2
         return module
 
     yield load

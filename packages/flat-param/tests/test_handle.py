@@ -1,5 +1,8 @@
 """FlatParamHandle: values, padding, shards, and the tensors that modules have as parameters."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -91,18 +94,6 @@ def test_shard_unshard_reshard_without_a_group(mlp, use_orig_params, handle_of):
     assert not handle.needs_unshard()
 
 
-def test_low_precision_is_for_the_whole_and_full_precision_for_the_shard(mlp, handle_of):
-    """Unsharded in bfloat16, sharded in float32."""
-    handle = handle_of(mlp, mp_param_dtype=torch.bfloat16)
-    handle.shard()
-    handle.init_flat_param_attributes()
-    assert handle.pre_unshard()
-    handle.unshard()
-    assert mlp[0].weight.dtype == torch.bfloat16
-    handle.reshard(True)
-    assert handle.flat_param.dtype == torch.float32
-
-
 def test_original_parameters_come_back_as_shards(mlp, handle_of):
     """With `use_orig_params`, each parameter object holds its part, flat, or nothing."""
     params = list(mlp.parameters())
@@ -112,10 +103,11 @@ def test_original_parameters_come_back_as_shards(mlp, handle_of):
     assert mlp[0].weight is params[0]
 
 
-def test_a_cast_makes_one_rank_gather_and_free(handle_of, mlp):
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_cast_makes_one_rank_gather_and_free(handle_of, mlp, use_orig_params):
     """With another dtype the whole is a copy, which is needed, there, and gone again."""
-    params = list(mlp.parameters())
-    handle = handle_of(mlp, mp_param_dtype=torch.bfloat16, use_orig_params=True)
+    params = list(mlp.parameters()) if use_orig_params else []
+    handle = handle_of(mlp, mp_param_dtype=torch.bfloat16, use_orig_params=use_orig_params)
     handle.shard()
     handle.init_flat_param_attributes()
     assert handle.needs_unshard()
@@ -123,9 +115,10 @@ def test_a_cast_makes_one_rank_gather_and_free(handle_of, mlp):
     assert not handle.needs_unshard()
     assert not handle.pre_unshard()
     assert list(mlp.parameters()) == []
+    assert mlp[0].weight.dtype == torch.bfloat16
     handle.reshard(True)
     assert all(a is b for a, b in zip(mlp.parameters(), params, strict=True))
-    assert {param.dtype for param in params} == {torch.float32}
+    assert {param.dtype for param in (handle.flat_param, *params)} == {torch.float32}
 
 
 def test_no_shard_has_no_part_to_gather(handle_of, mlp):
@@ -158,12 +151,13 @@ def test_unflatten_as_params_is_a_parenthesis(mlp, handle_of):
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_sharded_module_is_not_unflattened(handle_of, mlp, use_orig_params):
-    """A part cannot be whole parameters; the refusal comes before anything changes."""
+    """Nor copied: a part cannot be whole parameters; the refusal comes before anything changes."""
     handle = handle_of(mlp, rank=0, world=2, use_orig_params=use_orig_params)
     handle.shard()
     before = [mlp[0].weight, mlp[2].bias]
-    with pytest.raises(StateError, match=r"is sharded, .* Call unshard\(\) first"):
-        handle.unflatten_as_params().__enter__()
+    for use in (handle.unflatten_as_params().__enter__, partial(copy.deepcopy, mlp)):
+        with pytest.raises(StateError, match=r"is sharded, .* Call unshard\(\) first"):
+            use()
     assert all(a is b for a, b in zip(before, [mlp[0].weight, mlp[2].bias], strict=True))
 
 

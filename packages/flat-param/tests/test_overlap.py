@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import ParameterError, flatten
+from flat_param import ParameterError, flatten, fully_shard
 from flat_param.handle import FlatParamHandle
 
 
@@ -36,15 +36,17 @@ def read_as_integers(base):
 
 @pytest.mark.parametrize("split", [same, crossing, columns])
 @pytest.mark.parametrize(
-    "flat", [flatten, lambda module: FlatParamHandle(list(module.parameters()), module)]
+    "flat",
+    [flatten, fully_shard, lambda module: FlatParamHandle(list(module.parameters()), module)],
 )
-def test_parameters_that_share_memory_are_refused_by_name(holder, split, flat):
+def test_parameters_that_share_memory_are_refused_by_name(holder, split, flat, group_of_one):
     """They would be parted silently; the module keeps what it had."""
     module = holder(*split(torch.arange(24.0)))
     pointers = [param.data_ptr() for param in module.parameters()]
     with pytest.raises(ParameterError, match="parameter 'p0' and parameter 'p1' share memory"):
         flat(module)
     assert [param.data_ptr() for param in module.parameters()] == pointers
+    assert type(module) is nn.Module
 
 
 def test_parameters_of_another_dtype_that_share_memory_are_refused(holder):

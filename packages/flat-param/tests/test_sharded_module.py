@@ -36,42 +36,6 @@ def test_no_sync_ends_with_its_block(error: type[BaseException], pair: nn.Module
     assert all(param.grad is not None for param in pair.parameters())
 
 
-class Coder(nn.Module):
-    """With a method beside forward, and things that are none of it."""
-
-    rate = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(4, 4)
-
-    def encode(self, x: Tensor, *, times: int = 1) -> Tensor:
-        """Of the layer; refuses no times."""
-        return self.into(x) * (12 // times)
-
-    @staticmethod
-    def halved(x: Tensor) -> Tensor:
-        """Of no module."""
-        return x / 2
-
-
-def test_registered_method_is_a_forward_of_this_module_alone() -> None:
-    """Its arguments and its documentation pass; twice is once; an error leaves it usable."""
-    model, other = fully_shard(Coder(), mp_policy=PRECISE), fully_shard(Coder())
-    model.register_forward_method("encode")
-    model.register_forward_method("encode")
-    assert model.encode.__doc__ == Coder.encode.__doc__
-    assert "encode" not in vars(other)
-    weight, bias = (param.detach().double() for param in model.parameters())
-    expected = 6 * nn.functional.linear(_x(), weight, bias)
-    assert torch.allclose(model.encode(_x(), times=2), expected)
-    with pytest.raises(ZeroDivisionError):
-        model.encode(_x(), times=0)
-    assert model.into.weight.dtype == torch.float32
-    model.encode(_x(), times=2).sum().backward()
-    assert torch.equal(model.into.bias.grad, torch.full((4,), 12.0))
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_stopped_forward_shows_the_optimizers_parameters(
     error: type[BaseException], pair: nn.Module

@@ -18,7 +18,6 @@ CLAIMS = {
 }
 NIGHTLY = {
     "offloaded": [(2,)],
-    "pretrained": [(2,)],
     "beside_units": [(4, 2)],
     "parallel_checkpoints": [(4, 1), (4, 2)],
 }

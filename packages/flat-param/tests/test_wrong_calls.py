@@ -44,6 +44,14 @@ WRONG_CALLS: dict[str, tuple[Any, str]] = {
         lambda m: flat_param.load_full_state_dict(m, "x"),
         "state is a str, but it must be a state dict",
     ),
+    "state without groups": (
+        lambda m: flat_param.load_full_state_dict(
+            m,
+            {"model": m.state_dict(), "optim": {"state": {}}},
+            optimizer=torch.optim.SGD(m.parameters()),
+        ),
+        "the optimizer state has no 'param_groups'",
+    ),
     "clip parameters": (
         lambda m: m.clip_grad_norm_(m.parameters(), 1.0),
         "The module's own method takes no parameters",
@@ -110,16 +118,6 @@ def test_wrong_calls_of_flat_views_say_what_to_pass(call: Any, text: str) -> Non
     with pytest.raises(flat_param.FlatParamError, match=re.escape(text)):
         call(flat)
     assert torch.equal(flat.as_vector(), before)
-
-
-def test_replaced_parameter_is_named_with_its_unit() -> None:
-    """A unit has its own names, of which a model has many that are equal."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    for module in (*model, model):
-        fully_shard(module)
-    model[1].weight = nn.Parameter(torch.zeros(2, 2))
-    with pytest.raises(flat_param.ParameterError, match="'weight' of unit '1' was replaced"):
-        model(torch.ones(1, 2))
 
 
 @pytest.mark.parametrize(("call", "text"), WRONG_CALLS.values(), ids=WRONG_CALLS)

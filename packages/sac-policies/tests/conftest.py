@@ -37,6 +37,14 @@ def _nothing_stays_entered() -> Iterator[None]:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Compile nothing that an earlier test has compiled, and leave nothing compiled."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
 def no_race() -> Iterator[None]:
     """On the simulated device, fail the test if a race was reported."""
     sim: Any = getattr(torch, "simdev", None)

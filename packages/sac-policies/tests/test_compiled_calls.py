@@ -50,6 +50,17 @@ class Block(nn.Module):
         return x + self.v(h.exp() * h.tanh()).cos() * h
 
 
+class Outer(nn.Module):
+    """Calls a function with a block and its own arguments."""
+
+    def __init__(self, block: nn.Module, call: Run) -> None:
+        super().__init__()
+        self.block, self.call = block, call
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.call(self.block, *args)
+
+
 def taped(policy: Any, block: nn.Module, x: Tensor) -> Tensor:
     """Run a block in a region."""
     return checkpoint(block, x, policy=policy)
@@ -168,18 +179,14 @@ def test_region_goes_on_after_error_of_compiled_block(policy):
 
     block.register_forward_pre_hook(fails)
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block, self.other = block, nn.Linear(32, 32)
+    def handles(inner: nn.Module, t: Tensor) -> Tensor:
+        try:
+            return inner(t)
+        except ValueError:
+            return outer.other(t).sin() * t
 
-        def forward(self, t: Tensor) -> Tensor:
-            try:
-                return self.block(t)
-            except ValueError:
-                return self.other(t).sin() * t
-
-    outer = Outer()
+    outer = Outer(block, handles)
+    outer.other = nn.Linear(32, 32)
     wanted = [x, outer.other.weight]
     expected = torch.autograd.grad(outer(x).sum(), wanted)
     found = torch.autograd.grad(checkpoint(outer, x, policy=policy).sum(), wanted)
@@ -191,18 +198,13 @@ def test_other_threads_run_the_module_plainly():
     block, x = compiled()
     outs: list[Tensor] = []
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = block
+    def call(inner: nn.Module, t: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: outs.append(inner(x)))
+        thread.start()
+        thread.join()
+        return inner(t)
 
-        def forward(self, t: Tensor) -> Tensor:
-            thread = threading.Thread(target=lambda: outs.append(block(x)))
-            thread.start()
-            thread.join()
-            return self.block(t)
-
-    outs.append(checkpoint(Outer(), x, policy=recompute_all()))
+    outs.append(checkpoint(Outer(block, call), x, policy=recompute_all()))
     found = [torch.autograd.grad(each.sum(), x)[0] for each in outs]
     assert torch.equal(*found)
 
@@ -217,15 +219,7 @@ def test_block_that_is_kept_runs_once():
     inner = block._compiled_call_impl
     block._compiled_call_impl = lambda *args: runs.append(1) or inner(*args)
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = block
-
-        def forward(self, t: Tensor) -> Tensor:
-            return self.block(t.sin())
-
-    outer = Outer()
+    outer = Outer(block, lambda inner, t: inner(t.sin()))
     again = 2 if LETS_COMPILE else 1
     for policy, times in ((save_all(), 1), (save_modules("block"), 1), (recompute_all(), again)):
         runs.clear()
@@ -238,15 +232,8 @@ def test_input_of_compiled_block_changed_afterwards_is_refused():
     block, x = compiled()
     given = torch.ones(8, 32)
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = block
-
-        def forward(self, t: Tensor, scale: Tensor) -> Tensor:
-            return self.block(x=scale) * t
-
-    result = checkpoint(Outer(), x, given, policy=recompute_all())
+    outer = Outer(block, lambda inner, t, scale: inner(x=scale) * t)
+    result = checkpoint(outer, x, given, policy=recompute_all())
     given.mul_(2)
     with pytest.raises((MutationError, RuntimeError), match=r"changed in place|modified by"):
         result.sum().backward()
@@ -341,21 +328,8 @@ def test_write_to_a_tensor_that_a_writing_module_saved_is_refused():
     block, x = nn.Sequential(Scaled("writes")), torch.randn(4, 8, requires_grad=True)
     block[0].compile(backend="aot_eager")
     cache = torch.ones(8)
-    out = checkpoint(passing(block[0], cache), x, policy=recompute_all())
+    outer = Outer(block[0], lambda inner, x: inner(x, cache))
+    out = checkpoint(outer, x, policy=recompute_all())
     cache.mul_(2)
     with pytest.raises((MutationError, RuntimeError), match=r"changed in place|modified by"):
         out.sum().backward()
-
-
-def passing(block: nn.Module, cache: Tensor) -> nn.Module:
-    """A module that passes a constant to another one."""
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = block
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.block(x, cache)
-
-    return Outer()

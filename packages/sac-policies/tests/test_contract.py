@@ -12,7 +12,7 @@ import itertools
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::sac_policies.UnmatchedEntryWarning"),  # of dropped layers
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # dynamo's
     pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
+    pytest.mark.usefixtures("fresh_compiler"),
 ]
 
 X = torch.linspace(-1, 1, 64 * 16).view(64, 16)
@@ -595,12 +596,6 @@ def outcome(name: str, way: Callable[[nn.Module], object]) -> str:
         return f"torch's error: {error}"
     same = len(found) == len(plain) and all(map(torch.equal, found, plain))
     return "same" if same else "other"
-
-
-@pytest.fixture(autouse=True)
-def _compiles_afresh() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
 
 
 REFUSED = {

@@ -66,8 +66,8 @@ def test_not_a_number_equals_itself(side: int) -> None:
 
 def _read_by(words: int) -> torch.Tensor:
     """For each word, how often each sum adds it."""
-    rows, columns, step = _fingerprints._table_of(words)
-    table = torch.arange(words).as_strided((rows, columns), (step, 1))
+    rows, columns = _fingerprints._table_of(words)
+    table = torch.arange(words).as_strided((rows, columns), (_fingerprints._STEP, 1))
     found = torch.zeros(words, rows + columns)
     for dim, first in ((0, 0), (1, rows)):
         at = torch.arange(first, first + table.shape[dim]).view((-1, 1) if dim == 0 else (1, -1))
@@ -81,7 +81,7 @@ def test_change_of_three_words_is_seen_whatever_they_are(words: int) -> None:
     read = _read_by(words)
     assert len(read.unique(dim=0)) == words
     assert read.sum(1).min() >= 2
-    step = _fingerprints._table_of(words)[2]
+    step = _fingerprints._STEP
     for first in range(words - 2 * step):  # other pairs lie in another column
         three = read[[first, first + step, first + 2 * step]]
         assert torch.linalg.matrix_rank(three) == 3

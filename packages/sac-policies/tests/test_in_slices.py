@@ -177,7 +177,7 @@ def test_without_gradients_nothing_is_kept():
         (lambda: in_slices(lambda t: [t], 2)(torch.ones(4, 3)), "must be a sum"),
         (
             lambda: in_slices(lambda t: (t.sum(),) * (1 + len(t)), 2)(torch.ones(3)),
-            "tuples of different lengths",
+            r"returned \['tuple', 'tuple'\], but each result must be a sum",
         ),
     ],
 )

@@ -1,9 +1,7 @@
-"""A region's levels depend on the operators that ran in it."""
+"""Levels of compiled regions, and of regions that offload."""
 
 from __future__ import annotations
 
-import pytest
-import torch
 from torch import nn
 
 from sac_policies.budget._levels import (
@@ -19,37 +17,23 @@ from sac_policies.budget._levels import (
 from sac_policies.policies import Decision, save_by_index
 from sac_policies.policies._rules import RECOMPUTE_ALL
 
-MM = (torch.ops.aten.mm.default,)
-
-
-@pytest.mark.parametrize(
-    ("operators", "done"),
-    [(MM, LEVELS), ((), (LEVELS[KEEPS], LEVELS[RECOMPUTES], *LEVELS[RECOMPUTES:]))],
-)
-def test_a_region_without_costly_operators_keeps_none(operators, done):
-    """Each level that checkpoints has a policy."""
-    region = Candidate("block", nn.Linear(2, 2), operators)
-    found = [region.at(level) for level in range(len(LEVELS))]
-    assert [each.level for each in found] == list(done)
-    assert [each.policy is None for each in found] == [True, False, False, False, False]
-
 
 def test_compiled_regions_take_tags_or_keep_everything():
     """All compiled regions on a level share one policy; they offload nothing."""
-    region = Candidate("block", nn.Linear(2, 2), MM, is_compiled=True, is_taggable=True)
+    region = Candidate("block", nn.Linear(2, 2), is_compiled=True, is_taggable=True)
     found = [region.at(level) for level in range(len(LEVELS))]
     assert [each.level for each in found] == [*LEVELS[: RECOMPUTES + 1], *2 * [LEVELS[RECOMPUTES]]]
     assert found[MATMULS].policy is COSTLY
     assert all(each.policy is RECOMPUTE_ALL for each in found[RECOMPUTES:])
-    untagged = Candidate("block", nn.Linear(2, 2), MM, is_compiled=True)
+    untagged = Candidate("block", nn.Linear(2, 2), is_compiled=True)
     assert {untagged.at(level).level for level in range(len(LEVELS))} == {LEVELS[KEEPS]}
 
 
 def test_values_that_hide_are_offloaded_beside_inputs():
     """A plan names the calls; a block without one offloads only its inputs."""
     plan = save_by_index({("aten.mm.default", 1): Decision.OFFLOAD})
-    with_plan = Candidate("block", nn.Linear(2, 2), MM, hidden=plan)
-    without = Candidate("block", nn.Linear(2, 2), MM)
+    with_plan = Candidate("block", nn.Linear(2, 2), hidden=plan)
+    without = Candidate("block", nn.Linear(2, 2))
     inputs = without.at(INPUTS_AWAY).policy
     assert without.at(HIDDEN_AWAY).policy == with_plan.at(INPUTS_AWAY).policy == inputs
     assert with_plan.at(HIDDEN_AWAY).policy == inputs | plan

@@ -61,11 +61,22 @@ BY_DAY = {"save_ops", "save_named", "save_modules", "save_by_bytes", "recompute_
 """One policy of each kind of fact that a rule reads; the others are tested at night."""
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+def _keep(graph, inputs):
+    return make_boxed_func(graph.forward)
+
+
+def _compiled(function, bw_compiler=_keep, partition=min_cut_rematerialization_partition):
+    """Compile, with another compiler of backward graphs or another partitioner."""
+
+    def backend(graph, inputs):
+        return aot_module_simplified(
+            graph, inputs, fw_compiler=_keep, bw_compiler=bw_compiler, partition_fn=partition
+        )
+
+    return torch.compile(function, backend=backend, fullgraph=True)
 
 
 def _counted(function):
@@ -75,21 +86,9 @@ def _counted(function):
     def note(graph, inputs):
         nodes = [node for node in graph.graph.nodes if node.target is torch.ops.aten.mm.default]
         products.append(nodes)
-        return make_boxed_func(graph.forward)
+        return _keep(graph, inputs)
 
-    def keep(graph, inputs):
-        return make_boxed_func(graph.forward)
-
-    def backend(graph, inputs):
-        return aot_module_simplified(
-            graph,
-            inputs,
-            fw_compiler=keep,
-            bw_compiler=note,
-            partition_fn=min_cut_rematerialization_partition,
-        )
-
-    return torch.compile(function, backend=backend, fullgraph=True), products
+    return _compiled(function, bw_compiler=note), products
 
 
 def _with_name(block):
@@ -115,16 +114,7 @@ def _tagged(function, *args):
             numbers[op] += 1
         return min_cut_rematerialization_partition(joint, *rest, **kwargs)
 
-    def keep(graph, inputs):
-        return make_boxed_func(graph.forward)
-
-    def backend(graph, inputs):
-        return aot_module_simplified(
-            graph, inputs, fw_compiler=keep, bw_compiler=keep, partition_fn=partition
-        )
-
-    out = torch.compile(function, backend=backend, fullgraph=True)(*args)
-    out.sum().backward()
+    _compiled(function, partition=partition)(*args).sum().backward()
     return tuple(found)
 
 

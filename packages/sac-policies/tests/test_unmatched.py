@@ -165,14 +165,7 @@ def test_warning_points_at_the_line_of_the_region(x):
     assert [each.lineno for each in told] == [forward.__code__.co_firstlineno + 1]
 
 
-@pytest.fixture
-def _fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_code_warns_of_operators(x):
     """The warning is given when the policy's first region is traced."""
     stack, policy = _Stack(), save_ops("aten.mish") | save_ops("aten.addmm")
@@ -189,7 +182,7 @@ def test_compiled_code_warns_of_operators(x):
     torch.__version__.startswith("2.9."),
     reason="torch 2.9 takes no policy for a constant, and runs the region eagerly",
 )
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_code_is_not_asked_for_names(x):
     """A trace has no end of the forward: the name may be compiled later."""
     stack, policy = _Stack(), save_modules("blocsk") | save_named("hiden")

@@ -194,7 +194,7 @@ ENDLESS = iter(lambda: BATCH, None)
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"step": 3}, r"step 3 is a int, but it is called with the model and a batch"),
+        ({"step": 3}, r"step 3 is a int, but it is called in each measured step"),
         (
             {"step": loss_and_backward, "loss": torch.sum},
             r"loss and step are passed, but a step computes its own loss",

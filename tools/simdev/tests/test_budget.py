@@ -191,9 +191,9 @@ def test_what_is_measured_is_that_of_a_host_far_ahead(sim, device):
         step = Step(model, torch.randn(512, 32, device=device), None)
         search = _search(model, step)
         forward = forward_of(search._intervals((INPUTS_AWAY,) * len(search._regions)))[1:]
-        found.append([(each.grown, each.most, each.moved) for each in forward])
+        found.append([(each.grown, each.most, each.away) for each in forward])
         search.undo()
-    assert any(moved.out for *_, moved in found[0])
+    assert any(away for *_, away in found[0])
     assert found[0] == found[1]
 
 

@@ -26,7 +26,7 @@ from torch.optim import LBFGS, Optimizer
 
 from ._errors import StateError
 from ._torch_compat import unhooked_step
-from .buffers._twins import twin_of
+from .buffers._optimizers import twin_of
 from .layout._layout import round_up
 from .layout._spec import dense_stride
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ._errors import ParameterError, StateError
 from .buffers._overlap import check_apart
 from .buffers._owners import FLATTENED, UNIT, check_owners
-from .buffers._views import ParamViews, allocate, param_views, unflatten
+from .buffers._views import allocate, move_into, param_views, unflatten
 from .comm._comm import CommLog, Communicator
 from .comm._exit import dropped_at_exit
 from .layout._layout import DEFAULT_ALIGN_BYTES, FlatLayout, plan_layout
@@ -259,7 +259,7 @@ class FlatParamHandle:
         layout = self._plan(specs, aligned if self._use_orig_params else 0)
         requires_grad = any(param.requires_grad for param in found)
         buffer = allocate(layout, device=found[0].device)
-        ParamViews(found, param_views(buffer, layout)).take_all()
+        move_into(found, param_views(buffer, layout))
         flat = FlatParameter(buffer, requires_grad)
         places = {name: place_of(module, name) for spec in specs for name in spec.names}
         infos = {name: ParamInfo(key, owner, path) for name, (path, owner, key) in places.items()}

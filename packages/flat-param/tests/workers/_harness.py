@@ -115,14 +115,31 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
     """A state dict of copies of whole tensors; the model may be plain. Collective."""
     if isinstance(model, flat_param.ShardedModule):  # gathers units, not one tensor after another
         with model.whole_params():
-            return {name: _copied(value) for name, value in model.state_dict().items()}
+            found: dict[str, Any] = whole(model.state_dict())
+            return found
     state: dict[str, Any] = flat_param.full_state_dict(model)["model"]
     return state
 
 
-def _copied(value: Any) -> Any:
+def whole(value: Any) -> Any:
+    """A tensor, or all tensors of nested dicts: DTensors made whole, and copied. Collective."""
+    if isinstance(value, dict):
+        return {key: whole(each) for key, each in value.items()}
     value = value.full_tensor() if isinstance(value, DTensor) else value
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def same_bits(first: Any, second: Any, *context: Any) -> None:
+    """Assert that nested dicts of tensors and other values are equal, bit for bit."""
+    if isinstance(first, dict):
+        assert sorted(first) == sorted(second), context
+        for key, value in first.items():
+            same_bits(value, second[key], key, *context)
+    elif isinstance(first, Tensor):
+        assert first.dtype is second.dtype, context
+        assert torch.equal(first, second), (first, second, context)
+    else:
+        assert first == second, context
 
 
 def mean_over_ranks(values: list[float]) -> list[float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _harness import whole
 from torch import Tensor, nn
 
 import flat_param
@@ -125,15 +126,10 @@ def plain_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     """Parameters and moments of a plain or FSDP2 model by name."""
     found: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
-        found[name] = _whole(param)
+        found[name] = whole(param)
         for key, value in optimizer.state.get(param, {}).items():
-            found[f"{name}/{key}"] = _whole(value)
+            found[f"{name}/{key}"] = whole(value)
     return found
-
-
-def _whole(value: Any) -> Tensor:
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return value.detach().clone()
 
 
 def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -144,7 +140,7 @@ def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
     mine = []
     for unit in model._flat_param.schedule.units:
         for part in unit.parts:
-            for param, piece in zip(part.held.params, part.pieces, strict=True):
+            for param, piece in zip(part.params, part.pieces, strict=True):
                 name = f"{unit.name}.{piece.spec.name}" if unit.name else piece.spec.name
                 values = {name: param.detach()}
                 state = optimizer.state.get(param, {}).items()

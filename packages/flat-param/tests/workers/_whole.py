@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from _harness import distance, loss_of, share, whole_state
+from _harness import distance, loss_of, share, whole, whole_state
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from flat_param.plan import CommCount
 
@@ -27,11 +27,6 @@ def plain_grads(model: nn.Module) -> dict[str, Tensor]:
     """The same of a plain module, or of FSDP2's."""
     named = model.named_parameters()
     return {n: whole(torch.zeros_like(p) if p.grad is None else p.grad) for n, p in named}
-
-
-def whole(value: Tensor) -> Tensor:
-    """All of a tensor, which may be a DTensor. Collective."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def same_grads(model: nn.Module, reference: nn.Module) -> None:
@@ -56,15 +51,9 @@ def same_step(model: nn.Module, reference: nn.Module, ids: Tensor, rank: int) ->
     return gathers
 
 
-def same_bits(first: Any, second: Any) -> None:
-    """Assert that nested dicts of tensors and other values are equal, bit for bit."""
-    if isinstance(first, dict):
-        assert sorted(first) == sorted(second)
-        for key, value in first.items():
-            same_bits(value, second[key])
-    else:
-        equal = torch.equal(first, second) if isinstance(first, Tensor) else first == second
-        assert equal, (first, second)
+def note(seen: list[int], count: Callable[[nn.Module], int], model: nn.Module, *_: Any) -> None:
+    """A hook that notes how much is whole."""
+    seen.append(count(model))
 
 
 def whole_bytes(model: nn.Module) -> int:
@@ -76,4 +65,4 @@ def whole_bytes(model: nn.Module) -> int:
 def whole_grad_bytes(model: nn.Module) -> int:
     """Bytes of this rank's gradients that are not summed yet."""
     grads = [each for unit in model._flat_param.schedule.units for each in unit.trained]
-    return sum(each.arriving.flat.nbytes for each in grads if each.arriving is not None)
+    return sum(each.arriving.nbytes for each in grads if each.arriving is not None)

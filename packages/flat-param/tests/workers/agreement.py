@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,24 +40,50 @@ def unchanged(module: nn.Module) -> None:
     assert not hasattr(module, "_flat_param")
 
 
-DIFFERENT: tuple[tuple[dict[str, Any], str], ...] = (
+def tied() -> Layers:
+    """One of the parameters has a second name."""
+    module = layers()
+    module.register_parameter("tied", module.third)
+    return module
+
+
+def frozen() -> Layers:
+    """Trainability decides about segments."""
+    module = layers()
+    module.second.requires_grad_(False)
+    return module
+
+
+DIFFERENT: tuple[tuple[Callable[[], Layers], str], ...] = (
     (
-        {"second": torch.zeros(7), "third": torch.zeros(1)},
+        lambda: layers(second=torch.zeros(7), third=torch.zeros(1)),
         "(5,) of torch.float32 where rank 1 has parameter 'second' (7,) of torch.float32",
     ),
     (
-        {"third": torch.zeros(6, dtype=torch.bfloat16)},
+        lambda: layers(third=torch.zeros(6, dtype=torch.bfloat16)),
         "rank 1 has parameter 'third' (6,) of torch.bfloat16",
     ),
-    ({"first": torch.zeros(3, 4).t()}, "(4, 3) of torch.float32, of stride (1, 4)"),
-    ({"fourth": torch.zeros(2)}, "rank 1 has parameter 'fourth' (2,) of torch.float32"),
+    (
+        lambda: layers(first=torch.zeros(3, 4).t()),
+        "(4, 3) of torch.float32, of stride (1, 4)",
+    ),
+    (
+        lambda: layers(fourth=torch.zeros(2)),
+        "rank 1 has parameter 'fourth' (2,) of torch.float32",
+    ),
+    (
+        lambda: Layers(second=torch.zeros(5), first=torch.zeros(4, 3), third=torch.zeros(6)),
+        "parameter 'first' (4, 3) of torch.float32 where rank 1 has parameter 'second' (5,)",
+    ),
+    (tied, "rank 1 has parameter 'third' (6,) of torch.float32, tied to tied"),
+    (frozen, "rank 1 has parameter 'second' (5,) of torch.float32, frozen"),
 )
 
 
 def check_first_different_parameter_is_named(rank: int, world: int) -> None:
     """On both ranks; nothing has changed then."""
-    for change, text in DIFFERENT:
-        module = layers(**(change if rank else {}))
+    for make, text in DIFFERENT:
+        module = make() if rank else layers()
         shapes = [param.shape for param in module.parameters()]
         raises(CommError, text, partial(fully_shard, module))
         assert [param.shape for param in module.parameters()] == shapes
@@ -71,47 +98,16 @@ def check_missing_parameter_is_named_before_settings(rank: int, world: int) -> N
     raises(CommError, text, partial(fully_shard, module, boundary=boundary))
 
 
-def check_another_tie_is_named(rank: int, world: int) -> None:
-    """A second name of a parameter is a difference."""
-    module = layers()
-    if rank:
-        module.register_parameter("tied", module.third)
-    text = "rank 1 has parameter 'third' (6,) of torch.float32, tied to tied"
-    raises(CommError, text, lambda: fully_shard(module))
-    unchanged(module)
-
-
-def check_another_order_is_named(rank: int, world: int) -> None:
-    """The same parameters in another order."""
-    tensors = {"first": torch.zeros(4, 3), "second": torch.zeros(5)}
-    module = Layers(**(dict(reversed(tensors.items())) if rank else tensors))
-    text = "parameter 'first' (4, 3) of torch.float32 where rank 1 has parameter 'second' (5,)"
-    raises(CommError, text, lambda: fully_shard(module))
-
-
-def check_frozen_on_one_rank_is_named(rank: int, world: int) -> None:
-    """Trainability decides about segments, so it must be the same."""
-    module = layers()
-    module.second.requires_grad_(not rank)
-    raises(
-        CommError,
-        "rank 1 has parameter 'second' (5,) of torch.float32, frozen",
-        lambda: fully_shard(module),
-    )
-
-
-def check_another_mesh_is_named(rank: int, world: int) -> None:
-    """Ranks whose meshes differ meet before they shard."""
-    mesh = init_device_mesh("cpu", (world, 1))
-    text = f"rank 0 has copies x ranks 1 x {world} where rank 1 has copies x ranks {world} x 1"
-    raises(CommError, text, lambda: fully_shard(layers(), mesh=mesh if rank else None))
-
-
 def check_another_setting_is_named(rank: int, world: int) -> None:
-    """Boundary and freeing decide about ranges and order."""
-    for name, value in (("boundary", "row"), ("reshard_after_forward", False)):
+    """Mesh, boundary and freeing decide about ranges and order."""
+    meshes = f"copies x ranks 1 x {world} where rank 1 has copies x ranks {world} x 1"
+    for name, value, text in (
+        ("boundary", "row", "boundary "),
+        ("reshard_after_forward", False, "reshard_after_forward "),
+        ("mesh", init_device_mesh("cpu", (world, 1)), meshes),
+    ):
         mine = {name: value} if rank else {}
-        raises(CommError, f"rank 0 has {name} ", partial(fully_shard, layers(), **mine))
+        raises(CommError, f"rank 0 has {text}", partial(fully_shard, layers(), **mine))
 
 
 def check_another_nesting_is_named(rank: int, world: int) -> None:

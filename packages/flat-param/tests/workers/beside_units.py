@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from _harness import checks, raises, whole_state
-from _whole import same_bits
+from _harness import checks, raises, same_bits, whole, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -69,14 +68,6 @@ def step(model: nn.Module, seed: int = 1) -> torch.optim.Optimizer:
         param.grad = (param.detach() + seed).sin()
     optimizer.step()
     return optimizer
-
-
-def whole(value: Any) -> Any:
-    """With whole tensors, which nothing changes any more. Collective."""
-    if isinstance(value, dict):
-        return {key: whole(each) for key, each in value.items()}
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def zeroed(model: nn.Module) -> nn.Module:
@@ -158,13 +149,13 @@ def check_error_puts_back(rank: int, world: int) -> None:
     optimizer = step(again, seed=3)
     if rank == world - 1:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    before = {key: whole(value) for key, value in whole_state(again).items()}
+    before = whole(whole_state(again))
     raises(
         flat_param.FlatParamError,
         "flat_param.",
         lambda: flat_param.load_sharded(again, path, optimizer=optimizer),
     )
-    same_bits({key: whole(value) for key, value in whole_state(again).items()}, before)
+    same_bits(whole(whole_state(again)), before)
 
 
 def check_norm_is_that_of_whole_gradients(rank: int, world: int) -> None:
@@ -181,7 +172,7 @@ def check_norm_is_that_of_whole_gradients(rank: int, world: int) -> None:
     expected = nn.utils.get_total_norm(grads.values())
     norm = model.clip_grad_norm_(0.5)
     torch.testing.assert_close(norm, expected)
-    scaled = whole({"columns": model.columns.grad})["columns"]
+    scaled = whole(model.columns.grad)
     torch.testing.assert_close(scaled, grads["columns"] * 0.5 / expected)
     assert isinstance(model.columns.grad, DTensor)
     for param in (model.rows, model.columns, model.same):  # a rank may have none of them
@@ -198,7 +189,7 @@ def check_first_ranks_values_are_given_to_all(rank: int, world: int) -> None:
         model.table.mul_(row + 1)
     others = {param for param in model.parameters() if isinstance(param, DTensor)}
     flat_param.fully_shard(model, mesh=mesh["dp"], ignored_params=others, sync_module_states=True)
-    assert torch.equal(whole({"t": model.table})["t"], Model(None).table)
+    assert torch.equal(whole(model.table), Model(None).table)
 
 
 run = checks(globals(), "ROWS")

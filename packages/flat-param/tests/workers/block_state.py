@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from _harness import same_bits
 from torch import Tensor, nn
 
 import flat_param
@@ -111,14 +112,6 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return found
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Keys, dtypes, shapes and bits."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
-
-
 def alone(kind: str, steps: range) -> dict[str, Tensor]:
     """What one process has after some steps."""
     model, optimizer = made(kind, sharded=False)
@@ -133,7 +126,7 @@ def save(kind: str, folder: Path, rank: int) -> None:
     """Train and save."""
     model, optimizer = made(kind)
     train(model, optimizer, BEFORE)
-    assert_same(state_of(model, optimizer), alone(kind, BEFORE))
+    same_bits(state_of(model, optimizer), alone(kind, BEFORE))
     flat_param.save_sharded(model, folder / kind, optimizer=optimizer)
     full = flat_param.full_state_dict(model, optimizer=optimizer)
     if rank == 0:
@@ -148,9 +141,9 @@ def resume(kind: str, folder: Path) -> None:
             for param in model.parameters():
                 param.zero_()
         flat_param.load_sharded(model, folder / source, optimizer=optimizer)
-        assert_same(state_of(model, optimizer), alone(kind, BEFORE))
+        same_bits(state_of(model, optimizer), alone(kind, BEFORE))
         train(model, optimizer, AFTER)
-        assert_same(state_of(model, optimizer), alone(kind, range(AFTER.stop)))
+        same_bits(state_of(model, optimizer), alone(kind, range(AFTER.stop)))
 
 
 def refuse(rank: int, world: int) -> None:

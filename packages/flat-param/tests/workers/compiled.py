@@ -52,8 +52,27 @@ def compare(model: nn.Module, rank: int, world: int) -> None:
     assert compiled == losses(sharded(), rank, world)
 
 
-def check_compiling_a_sharded_module(rank: int, world: int) -> None:
-    """`torch.compile(fully_shard(model))`: what is inside of units is compiled."""
+def _block_sharded(block: nn.Module) -> nn.Module:
+    flat_param.fully_shard(block).compile(backend="aot_eager")
+    return block
+
+
+def _block_compiled(block: nn.Module) -> nn.Module:
+    block.compile(backend="aot_eager")
+    return flat_param.fully_shard(block)
+
+
+def _block_wrapped(block: nn.Module) -> nn.Module:
+    return flat_param.fully_shard(torch.compile(block, backend="aot_eager"))
+
+
+def check_compiling_before_and_after_sharding(rank: int, world: int) -> None:
+    """Blocks, by `fully_shard(block).compile()` and the reverse, and `torch.compile(model)`."""
+    for make in (_block_sharded, _block_compiled, _block_wrapped):
+        model = plain()
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = make(block)
+        compare(flat_param.fully_shard(model), rank, world)
     compare(torch.compile(sharded(), backend="aot_eager"), rank, world)
 
 
@@ -78,32 +97,6 @@ def check_a_model_without_a_loop_breaks_where_a_unit_begins(rank: int, world: in
     compiled = torch.compile(lambda x: layers[1](layers[0](x).relu()), backend="aot_eager")
     compiled(torch.ones(2, 3)).sum().backward()
     assert sum(counters["graph_break"].values()) == len(layers), dict(counters["graph_break"])
-
-
-def check_compiling_sharded_blocks_in_place(rank: int, world: int) -> None:
-    """`fully_shard(block).compile()`."""
-    model = sharded()
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    compare(model, rank, world)
-
-
-def check_sharding_blocks_compiled_in_place(rank: int, world: int) -> None:
-    """`block.compile()`, then `fully_shard(block)`."""
-    model = plain()
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-        flat_param.fully_shard(block)
-    compare(flat_param.fully_shard(model), rank, world)
-
-
-def check_sharding_compiled_blocks(rank: int, world: int) -> None:
-    """`fully_shard(torch.compile(block))`."""
-    model = plain()
-    for index, block in enumerate(model.blocks):
-        compiled = torch.compile(block, backend="aot_eager")
-        model.blocks[index] = flat_param.fully_shard(compiled)
-    compare(flat_param.fully_shard(model), rank, world)
 
 
 def check_compiled_optimizer_step_is_the_eager_one(rank: int, world: int) -> None:

@@ -148,8 +148,7 @@ def run(rank: int, world: int, phase: str, stride: int) -> dict[str, Any]:
     if world == 1 and phase != "by_hand":
         reference = plain(depth=1)
         reference.blocks[0].norm.requires_grad_(False)
-        plainly = gradients_of_plain(reference, mine)
-        assert all(map(torch.equal, expected, plainly))
+        assert all(map(torch.equal, expected, gradients(reference, mine)))
     places, wrong = Interrupter(0).run(PHASES[phase](model, mine)), []
     gradients(model, mine)
     for at in range(1, places + 1, stride):
@@ -224,12 +223,3 @@ def error_of(call: Callable[[], object]) -> str:
     except flat_param.FlatParamError as error:
         return str(error)
     return ""
-
-
-def gradients_of_plain(model: nn.Module, ids: Tensor) -> list[Tensor]:
-    """The same of the plain module."""
-    loss_of(model, ids).backward()
-    return [
-        torch.zeros(0) if param.grad is None else param.grad.flatten()
-        for param in model.parameters()
-    ]

@@ -7,7 +7,8 @@ from itertools import product
 from typing import Any
 
 import torch
-from _harness import options_of, whole_state
+from _harness import options_of
+from _whole import whole_grads
 from torch import Tensor, nn
 
 from flat_param import fully_shard
@@ -55,17 +56,6 @@ def mean_grads(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
     return {name: grad / len(inputs) for name, grad in found.items()}
 
 
-def whole_grads(model: nn.Module) -> dict[str, Tensor]:
-    """Of the sharded one: SGD from zero with a rate of -1 leaves the gradient in its parameter."""
-    names = [name for name, param in model.named_parameters() if param.grad is not None]
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.grad is not None:
-                param.copy_(param.grad)
-    state = whole_state(model)
-    return {name: state[name] for name in names}
-
-
 def run(rank: int, world: int, way: str) -> dict[str, Any]:
     """How many layouts were tried, and what was wrong with which."""
     wrong, tried = [], 0
@@ -84,9 +74,10 @@ def run(rank: int, world: int, way: str) -> dict[str, Any]:
         except RuntimeError as error:
             wrong.append([layout, str(error)])
             continue
-        found = whole_grads(model)
+        grads = whole_grads(model)
+        found = {n: grads[n] for n, param in model.named_parameters() if param.grad is not None}
         if list(found) != list(expected) or not all(
-            torch.equal(found[name], expected[name]) for name in expected
+            map(torch.equal, found.values(), expected.values())
         ):
             wrong.append([layout, "other gradients"])
     return {"tried": tried, "wrong": wrong}

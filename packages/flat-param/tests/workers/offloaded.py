@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from _harness import batches, checks, loss_of, sharded, share
+from _harness import batches, checks, loss_of, same_bits, sharded, share
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -40,15 +40,6 @@ def train(model: nn.Module, optimizer: Any, ids: list[Tensor], rank: int) -> Non
         optimizer.step()
 
 
-def same(first: Any, second: Any) -> bool:
-    """Whether whole states are equal to the last bit."""
-    if isinstance(first, Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
-    return bool(first == second)
-
-
 def check_training_is_that_with_state_at_hand(rank: int, world: int) -> None:
     """For each optimizer, boundary and where the shards are; whole states are equal bit by bit."""
     in_memory = {"reshard_after_forward": False, "offload_policy": CPUOffloadPolicy()}
@@ -60,7 +51,7 @@ def check_training_is_that_with_state_at_hand(rank: int, world: int) -> None:
                 model, optimizer = made(kind, options, offloaded=offloaded, **unit)
                 train(model, optimizer, batches(world, 4), rank)
                 found.append(flat_param.full_state_dict(model, optimizer=optimizer))
-            assert same(*found), (kind, options, unit)
+            same_bits(*found, kind, options, unit)
 
 
 def check_checkpoints_are_those_of_any_optimizer(rank: int, world: int) -> None:
@@ -78,7 +69,7 @@ def check_checkpoints_are_those_of_any_optimizer(rank: int, world: int) -> None:
         train(model, optimizer, batches(world, 4)[2:], rank)
         found = flat_param.full_state_dict(model, optimizer=optimizer)
         expected = expected or found
-        assert same(found, expected), (first, second)
+        same_bits(found, expected, first, second)
 
 
 def check_load_that_fails_elsewhere_leaves_state(rank: int, world: int) -> None:
@@ -101,7 +92,7 @@ def check_load_that_fails_elsewhere_leaves_state(rank: int, world: int) -> None:
     with pytest.raises(flat_param.FlatParamError):
         flat_param.load_sharded(model, path, optimizer=optimizer)
     type(optimizer).load_state_dict = load
-    assert same(flat_param.full_state_dict(model, optimizer=optimizer), before)
+    same_bits(flat_param.full_state_dict(model, optimizer=optimizer), before)
     train(model, optimizer, batches(world, 1), rank)
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _harness import checks, whole_state
-from _whole import same_bits, whole
+from _harness import checks, same_bits, whole, whole_state
 from tensor_parallel import batch, parallel, plain, sharded
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -52,13 +51,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Everything, whole: DTensors are made so. Collective."""
-    found = flat_param.full_state_dict(model, optimizer=optimizer)
-    moments = found["optim"]["state"]
-    return {
-        "model": {name: whole(value) for name, value in found["model"].items()},
-        "moments": {name: {k: whole(v) for k, v in moments[name].items()} for name in moments},
-        "groups": found["optim"]["param_groups"],
-    }
+    found: dict[str, Any] = whole(flat_param.full_state_dict(model, optimizer=optimizer))
+    return found
 
 
 def saved(world: int, name: str, **options: Any) -> tuple[Path, dict[str, Any]]:
@@ -129,7 +123,7 @@ def check_torch_reads_what_is_saved(rank: int, world: int) -> None:
     parts = {"model": cut.state_dict()}
     dcp.load(parts, checkpoint_id=path)
     assert any(isinstance(tensor, DTensor) for tensor in parts["model"].values())
-    same_bits({key: whole(tensor) for key, tensor in parts["model"].items()}, expected["model"])
+    same_bits(whole(dict(parts["model"])), expected["model"])
 
 
 def check_what_torch_saves_is_loaded(rank: int, world: int) -> None:
@@ -156,13 +150,13 @@ def check_error_on_one_rank_is_one_on_all(rank: int, world: int) -> None:
     """Of the last rank, which no other shards with if there is one row: in a save and in a load."""
     path, _ = saved(world, "errors")
     model, optimizer = fresh(mesh_of(world))
-    before = {key: whole(tensor) for key, tensor in whole_state(model).items()}
+    before = whole(whole_state(model))
     if rank == world - 1:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     for function in (flat_param.save_sharded, flat_param.load_sharded):
         with pytest.raises(flat_param.FlatParamError):
             function(model, FOLDER / "errors", optimizer=optimizer)
-    same_bits({key: whole(tensor) for key, tensor in whole_state(model).items()}, before)
+    same_bits(whole(whole_state(model)), before)
     again, _ = fresh(mesh_of(world))
     flat_param.load_sharded(again, path)
 

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch._dynamo  # wraps torch.manual_seed
 import torch.distributed as dist
-from _harness import checks, options_of, raises, whole_state
+from _harness import checks, options_of, raises, same_bits, whole_state
+from _whole import same_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import flat_param
@@ -72,10 +74,12 @@ def backward(*models: nn.Module, step: int = 0) -> None:
 
 
 def tensors_of(reference: nn.Module, model: nn.Module) -> Iterator[tuple[Tensor, Any]]:
-    """Parameters and gradients of both."""
+    """Parameters and gradients of both, and two entries of state dicts."""
     for whole, piece in zip(reference.parameters(), model.parameters(), strict=True):
         yield whole.detach(), piece
         yield whole.grad, piece.grad  # type: ignore[misc]
+    state = model.state_dict()
+    yield from ((reference.state_dict()[name], state[name]) for name in ("0.weight", "4.bias"))
 
 
 REDUCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -104,12 +108,14 @@ REDUCTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def check_reductions_are_of_all_ranks(rank: int, world: int) -> None:
-    """Of parameters, gradients, and elementwise results of every dtype."""
+    """Of parameters, gradients, shards, and elementwise results of every dtype."""
     for boundary, way in (("element", "ZeRO-3"), ("element", "replicated")):
         reference, model = pair(boundary=boundary, **options_of(way))
         backward(reference, model)
         for whole, piece in tensors_of(reference, model):
             for name, call in REDUCTIONS.items():
+                if name == "dot" and isinstance(piece, DTensor):
+                    continue  # shards keep their shape when they are flattened
                 expected, found = call(whole).float(), call(piece).float()
                 near = torch.allclose(found, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
                 assert near, (name, found, expected)
@@ -163,8 +169,7 @@ def check_initialisers_draw_the_whole(rank: int, world: int) -> None:
         for each in (reference, model):
             torch.manual_seed(5)
             each.apply(init)
-        for name, value in whole_state(model).items():
-            assert torch.equal(value, reference.state_dict()[name]), (init, boundary, name)
+        same_bits(whole_state(model), dict(reference.state_dict()), init, boundary)
     reference, model = pair()
     noise = []
     for each in (reference, model):
@@ -175,11 +180,12 @@ def check_initialisers_draw_the_whole(rank: int, world: int) -> None:
 
 
 def check_what_needs_the_whole_is_refused(rank: int, world: int) -> None:
-    """In one sentence that names `full_tensor()`, also for copies and elementwise results."""
+    """In one sentence that names `full_tensor()`; also of copies, elementwise results, shards."""
     _, model = pair()
     backward(model)
     param: Any = model[0].weight
-    for tensor in (param, param.grad, param.detach() * 2, param.data.bool()):
+    shard = model.state_dict()["0.weight"]
+    for tensor in (param, param.grad, param.detach() * 2, param.data.bool(), shard):
         calls: dict[str, Callable[[Any], Any]] = {
             "__getitem__": lambda t: t[0],
             "__setitem__": lambda t: t.__setitem__(0, 1),
@@ -198,9 +204,12 @@ def check_what_needs_the_whole_is_refused(rank: int, world: int) -> None:
             "broadcast": lambda t: dist.broadcast(t.detach(), 0),
             "all_gather": lambda t: dist.all_gather([t.to_local()] * world, t),
         }
+        kind: Any = flat_param.ParameterError
+        if tensor is shard:
+            kind = kind, flat_param.StateError
         for call in calls.values():
             text = "Call full_tensor() on every rank"
-            raises(flat_param.ParameterError, text, lambda c=call, t=tensor: c(t))
+            raises(kind, text, lambda c=call, t=tensor: c(t))
     assert "elements 0 to" in repr(param) or "no element" in repr(param) or rank
     raises(flat_param.StateError, "the loss was computed with it", param.norm().backward)
     raises(flat_param.StateError, "computes with it", lambda: param * torch.ones(1, 9, 9))
@@ -274,8 +283,7 @@ def check_optimizers_train_as_on_whole_tensors(rank: int, world: int) -> None:
                 optimizer.zero_grad()
                 backward(each, step=step)
                 optimizer.step()
-        for name, value in whole_state(model).items():
-            assert torch.equal(value, reference.state_dict()[name]), (kind, options, boundary)
+        same_bits(whole_state(model), dict(reference.state_dict()), kind, options, boundary)
 
 
 def check_lbfgs_steps_over_all_ranks(rank: int, world: int) -> None:
@@ -304,7 +312,7 @@ def check_root_mean_squares_are_refused_before_a_step(rank: int, world: int) -> 
     before = whole_state(model)
     step = RootMeanSquare(model.parameters(), lr=0.1).step
     raises(flat_param.ParameterError, "numel() counts the elements of this rank", step)
-    assert all(torch.equal(value, before[name]) for name, value in whole_state(model).items())
+    same_bits(whole_state(model), before)
     reference, model = pair(boundary="tensor")
     backward(reference, model)
     for each in (reference, model):
@@ -327,19 +335,23 @@ def check_averages_of_parameters(rank: int, world: int) -> None:
 
 
 def check_clipping_and_norms_of_any_boundary(rank: int, world: int) -> None:
-    """torch's own `clip_grad_norm_` is right where each rank has some gradient."""
-    for (boundary, foreach), order in product(
-        (("element", None), ("row", False), ("tensor", None)), (1.0, 2.0, math.inf)
-    ):
-        reference, model = pair(boundary=boundary)
-        backward(reference, model)
+    """torch's own `clip_grad_norm_` is right where each rank has some gradient; so is ours."""
+    ways = (
+        *(("element", None, 0.1), ("row", False, 0.1), ("tensor", None, 0.1)),
+        *(("replicated", None, 0.1), ("element", None, 100.0)),
+    )
+    for (way, foreach, bound), order in product(ways, (1.0, 2.0, math.inf)):
+        options = options_of(way) if way == "replicated" else {"boundary": way}
+        reference, model, ours = (*pair(**options), pair(**options)[1])
+        backward(reference, model, ours)
         norms = [
-            nn.utils.clip_grad_norm_(each.parameters(), 0.1, order, foreach=foreach)
+            nn.utils.clip_grad_norm_(each.parameters(), bound, order, foreach=foreach)
             for each in (reference, model)
         ]
-        assert torch.isclose(*norms, rtol=1e-5), (boundary, order, norms)
-        clipped = model.clip_grad_norm_(1e9, order)  # type: ignore[operator]
-        assert torch.isclose(clipped, norms[0].clamp(max=0.1), rtol=1e-3), boundary
+        norms.append(ours.clip_grad_norm_(bound, order))  # type: ignore[operator]
+        for norm, each in zip(norms[1:], (model, ours), strict=True):
+            assert torch.isclose(norm, norms[0], rtol=1e-5), (way, order, norms)
+            same_grads(each, reference)
 
 
 def check_reduction_on_one_rank_alone_raises(rank: int, world: int) -> None:

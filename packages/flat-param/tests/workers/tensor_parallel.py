@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _harness import checks, raises, whole_state
-from _whole import whole
+from _harness import checks, raises, whole, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -95,7 +94,7 @@ def batch(step: int, share: int | None = None) -> Tensor:
 def distance(state: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest difference; collective."""
     assert list(state) == list(expected)
-    found = {name: whole(tensor) for name, tensor in state.items()}
+    found = whole(state)
     return max((found[name] - expected[name]).abs().max().item() for name in expected)
 
 

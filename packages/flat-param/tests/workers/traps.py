@@ -7,9 +7,8 @@ import inspect
 import io
 import warnings
 
-import pytest
 import torch
-from _harness import checks, raises, whole_state
+from _harness import checks, raises, same_bits, whole_state
 from _whole import whole_bytes
 from torch import Tensor, nn
 
@@ -92,12 +91,6 @@ def check_gradients_are_copied(rank: int, world: int) -> None:
             torch.save(param.grad.detach(), file)
             file.seek(0)
             assert torch.equal(torch.load(file).to_local().view(local.shape), local)
-
-
-def sharded_not() -> nn.Module:
-    """The same layers as one process has them."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
 
 
 def check_rows_are_reduced_along_rows(rank: int, world: int) -> None:
@@ -194,43 +187,20 @@ def check_ddp_around_units_is_refused(rank: int, world: int) -> None:
         raises(flat_param.StateError, "would overwrite each rank's piece", lambda m=model: ddp(m))
         raises(flat_param.StateError, text, lambda t=task: ddp(t))
         raises(flat_param.StateError, "whose parameter '", lambda t=task: _replicated(t))
-        assert all(torch.equal(whole_state(model)[name], value) for name, value in before.items())
+        same_bits(whole_state(model), before)
         assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
         names = [name for name, _ in model.named_parameters()]
         model._ddp_params_and_buffers_to_ignore = names
         raises(RuntimeError, "is not needed", lambda m=model: ddp(m))
         task._ddp_params_and_buffers_to_ignore = [f"0.0.{name}" for name in names]
         assert ddp(task).module is task
-        assert all(torch.equal(whole_state(model)[name], value) for name, value in before.items())
+        same_bits(whole_state(model), before)
 
 
 def check_members_of_a_sharded_module_can_be_read(rank: int, world: int) -> None:
     """`inspect.getmembers` reads each attribute."""
     known = dict(inspect.getmembers(sharded()))
     assert known["unshard"]
-
-
-def check_second_backward_after_a_stopped_one(rank: int, world: int) -> None:
-    """It is refused until gradients are cleared; then they are right."""
-    model, x = sharded(), torch.ones(2, 6)
-    model(x).sum().backward()
-    expected = [param.grad.clone() for param in model.parameters()]
-    hidden = model[0](x)
-
-    def stop(grad: Tensor) -> Tensor:
-        handle.remove()
-        raise ZeroDivisionError
-
-    handle = hidden.register_hook(stop)
-    loss = model[1](hidden).sum()
-    with pytest.raises(ZeroDivisionError):
-        loss.backward(retain_graph=True)
-    text = "an exception stopped the last backward"
-    for _ in range(2):
-        raises(flat_param.StateError, text, lambda: loss.backward(retain_graph=True))
-    model.zero_grad()
-    loss.backward()
-    assert all(map(torch.equal, [param.grad for param in model.parameters()], expected))
 
 
 def check_product_with_a_piece_is_refused(rank: int, world: int) -> None:
@@ -281,8 +251,7 @@ def check_gradient_penalty(rank: int, world: int) -> None:
             optimizer.zero_grad()
             penalized(net, torch.full((4, 6), 0.3 + step)).backward()
             optimizer.step()
-    found = whole_state(model)
-    assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
+    same_bits(whole_state(model), dict(expected.state_dict()))
     assert whole_bytes(model) == 0
 
 

@@ -226,7 +226,7 @@ def check_units_around_take_up_what_is_there(rank: int, world: int) -> None:
     inner = fully_shard(nn.Linear(4, 4))
     inner.unshard()
     outer = fully_shard(nn.Sequential(inner, nn.Linear(4, 4)))
-    assert sorted(len(unit.parts[0].held.params) for unit in outer._flat_param.schedule.units) == [
+    assert sorted(len(unit.parts[0].params) for unit in outer._flat_param.schedule.units) == [
         2,
         2,
     ]

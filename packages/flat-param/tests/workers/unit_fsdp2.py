@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _harness import checks, options_of, whole_state
+from _harness import checks, options_of, same_bits, whole_state
 from _whole import plain_grads, whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -94,10 +94,8 @@ def assert_same(theirs: Model, ours: Model, rank: int) -> None:
             assert mine.dtype is its.dtype
             assert torch.equal(mine, its)
         expected, found = plain_grads(theirs), whole_grads(ours)
-        assert list(expected) == list(found)
-        for name, grad in expected.items():
-            assert torch.equal(grad, found[name]), name
-            assert grad.any(), name
+        same_bits(found, expected)
+        assert all(grad.any() for grad in expected.values())
 
 
 def check_outputs_are_cast_as_fsdp2_casts_them(rank: int, world: int) -> None:
@@ -221,8 +219,7 @@ def check_lists_of_modules_are_units(rank: int, world: int) -> None:
                     optimizer.step()
                 with torch.no_grad():
                     assert torch.equal(model(ids), reference(ids))
-            found, expected = whole_state(model), reference.state_dict()
-            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            same_bits(whole_state(model), dict(reference.state_dict()))
 
 
 def check_list_is_gathered_once(rank: int, world: int) -> None:

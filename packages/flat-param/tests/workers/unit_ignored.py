@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import checks, options_of, raises, whole_state
-from _whole import whole, whole_bytes
+from _harness import checks, options_of, raises, same_bits, whole, whole_state
+from _whole import whole_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -93,11 +93,8 @@ def check_training_is_fsdp2s(rank: int, world: int) -> None:
             losses = [step(model, optimizer, rank, seed) for model, optimizer in pairs]
             assert torch.equal(*losses)
         assert ignored_of(ours) == mine, "their objects stay"
-        expected = {name: whole(value) for name, value in whole_state(theirs).items()}
         found = whole_state(ours)
-        assert list(expected) == list(found)
-        for name, value in found.items():
-            assert torch.equal(value, expected[name]), name
+        same_bits(found, whole(whole_state(theirs)))
         assert whole_bytes(ours) == 0
     if world > 1:
         others: list[Any] = [None] * world
@@ -197,11 +194,8 @@ def check_checkpoints_have_them(rank: int, world: int) -> None:
         assert again.own is own
         assert own.tolist() == [3.0] * 2
         loaded = flat_param.full_state_dict(again, optimizer=its)
-        for name, value in firsts[0]["model"].items():
-            assert torch.equal(loaded["model"][name], value), name
-        for name, values in firsts[0]["optim"]["state"].items():
-            for key, value in values.items():
-                assert torch.equal(loaded["optim"]["state"][name][key], value), (name, key)
+        same_bits(loaded["model"], firsts[0]["model"])
+        same_bits(loaded["optim"]["state"], firsts[0]["optim"]["state"])
         assert "own" in loaded["optim"]["state"]
 
 
@@ -213,24 +207,14 @@ def check_clipping_is_the_same_on_all_ranks(rank: int, world: int) -> None:
         model(torch.randn(4, 5)).square().mean().backward()
         units = [p.grad for p in model.parameters() if p not in ignored_of(model)]
         mine = [p.grad.clone() for p in ignored_of(model)]
-        powers = _power(units, order), _power(mine, order)
-        if order == float("inf"):
-            total = torch.stack(powers).max()
-            dist.all_reduce(total, dist.ReduceOp.MAX)
-        else:
-            dist.all_reduce(powers[0])
-            dist.all_reduce(powers[1], dist.ReduceOp.MAX)
-            total = sum(powers) ** (1 / order)
+        largest = torch.cat(mine).norm(order)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        wholes = [each.full_tensor().flatten() for each in units if each is not None]
+        total = torch.stack([torch.cat(wholes).norm(order), largest]).norm(order)
         norm = model.clip_grad_norm_(float(total) / 2, order)
         assert torch.allclose(norm, total), order
         for param, before in zip(ignored_of(model), mine, strict=True):
             assert torch.allclose(param.grad, before / 2, rtol=1e-4)
-
-
-def _power(grads: list[Tensor | None], order: float) -> Tensor:
-    held = [each.as_subclass(Tensor).flatten() for each in grads if each is not None]
-    flat = torch.cat([*held, torch.zeros(1)])
-    return flat.abs().max() if order == float("inf") else flat.abs().pow(order).sum()
 
 
 def check_one_set_does_for_all_units(rank: int, world: int) -> None:
@@ -241,9 +225,7 @@ def check_one_set_does_for_all_units(rank: int, world: int) -> None:
         fully_shard(layer, ignored_params=given)
     for model in (apart, together):
         step(model, torch.optim.AdamW(model.parameters()), rank, 0)
-    states = [whole_state(model) for model in (apart, together)]
-    assert list(states[0]) == list(states[1])
-    assert all(map(torch.equal, states[0].values(), states[1].values()))
+    same_bits(whole_state(apart), whole_state(together))
     assert ignored_of(together) == given & set(together.parameters())
 
 

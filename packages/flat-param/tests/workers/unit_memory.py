@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from _harness import (
     WAYS,
@@ -18,15 +16,9 @@ from _harness import (
     sharded,
     share,
 )
-from _whole import whole_bytes, whole_grad_bytes
-from torch import nn
+from _whole import note, whole_bytes, whole_grad_bytes
 
 import flat_param
-
-
-def note(seen: list[int], count: Callable[[nn.Module], int], model: nn.Module, *_: Any) -> None:
-    """A hook that notes how much is whole."""
-    seen.append(count(model))
 
 
 def check_peak_of_whole_parameters_is_as_planned(rank: int, world: int) -> None:

@@ -21,7 +21,7 @@ from _harness import (
     sharded,
     share,
 )
-from _whole import same_grads, same_step, whole_bytes
+from _whole import note, same_grads, same_step, whole_bytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -133,12 +133,7 @@ def check_input_used_in_many_steps_is_hooked_once(rank: int, world: int) -> None
         assert len(x._backward_hooks) == 2
     del model, out
     gc.collect()
-    assert all(hook.args[0]() is None for hook in x._backward_hooks.values())
-
-
-def note(seen: list[int], count: Callable[[nn.Module], int], model: nn.Module, *_: Any) -> None:
-    """A hook that notes how much is whole."""
-    seen.append(count(model))
+    assert all(hook.args[0].unit() is None for hook in x._backward_hooks.values())
 
 
 def check_dropped_forwards_keep_nothing_whole(rank: int, world: int) -> None:

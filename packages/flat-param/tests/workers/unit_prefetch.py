@@ -11,6 +11,7 @@ from _harness import (
     loss_of,
     plain,
     raises,
+    same_bits,
     sharded,
     share,
     whole_state,
@@ -31,10 +32,6 @@ def _step(model: nn.Module, ids: Tensor, rank: int) -> tuple[int, dict[str, Tens
     gathers = model.comm_counts().get("all_gather", CommCount()).calls
     assert whole_bytes(model) == 0
     return gathers, whole_grads(model)
-
-
-def _same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 def _seen(model: nn.Module, ids: Tensor, rank: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -69,7 +66,7 @@ def check_lists_change_when_and_not_what_is_gathered(rank: int, world: int) -> N
     for _ in range(2):
         gathers, grads = _step(model, ids, rank)
         assert gathers == usual[0]
-        assert _same(grads, usual[1])
+        same_bits(grads, usual[1])
     forward, backward = _seen(model, ids, rank)
     assert forward == [[0, 1, 2], [1, 2], [2]]
     assert backward == [[0, 2], [0, 1], [0]]
@@ -122,7 +119,7 @@ def check_lists_of_any_order_are_right(rank: int, world: int) -> None:
             counts.append(module.comm_counts())
             grads.append(whole_grads(module))
             assert whole_bytes(module) == 0
-        assert _same(*grads), (trial, route, cut)
+        same_bits(*grads, trial, route, cut)
         if len(set(route)) == 5:
             assert sizes[0] <= sizes[1], (trial, route, cut)
             assert counts[0] == counts[1], (trial, route, cut)

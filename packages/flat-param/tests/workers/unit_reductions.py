@@ -8,7 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import Model, batches, checks, loss_of, plain, raises, share, whole_state
+from _harness import (
+    Model,
+    batches,
+    checks,
+    loss_of,
+    plain,
+    raises,
+    same_bits,
+    share,
+    whole_state,
+)
 from _whole import plain_grads, whole_bytes, whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -100,9 +110,9 @@ def check_kept_sums_of_a_layer_that_is_left_out_are_summed(rank: int, world: int
         for model in (kept, silent):
             step(model, rank, seed)
             model.order = (1,)
-    found, expected = whole_grads(kept), whole_grads(silent)
+    expected = whole_grads(silent)
     assert expected["blocks.0.up.weight"].any()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    same_bits(whole_grads(kept), expected)
 
 
 def check_copies_of_one_unit_are_left_apart(rank: int, world: int) -> None:
@@ -142,8 +152,7 @@ def check_kept_sums_are_dropped(rank: int, world: int) -> None:
         model.set_requires_all_reduce(True)
         for each in (model, usual):
             step(each, rank, 2)
-        sums = [whole_grads(each) for each in (model, usual)]
-        assert all(torch.equal(sums[0][name], sums[1][name]) for name in sums[0])
+        same_bits(whole_grads(model), whole_grads(usual))
 
 
 def _fails(_: Tensor) -> None:
@@ -231,8 +240,7 @@ def check_values_of_a_step_are_never_stale(rank: int, world: int) -> None:
             step(model, rank, seed)
             optimizer.step()
             optimizer.zero_grad()
-    first, second = whole_state(usual), whole_state(kept)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    same_bits(whole_state(usual), whole_state(kept))
     kept.set_reshard_after_backward(None)
     step(kept, rank, 1)
     assert whole_bytes(kept) == 0

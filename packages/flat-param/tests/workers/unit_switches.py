@@ -35,6 +35,10 @@ class Coder(nn.Module):
     def decode(self, code: Tensor) -> Tensor:
         return self.back(self.hidden(code))
 
+    def scaled(self, code: Tensor, *, times: int = 1) -> Tensor:
+        """Refuses no times."""
+        return self.decode(code) * (12 // times)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.decode(self.encode(x))
 
@@ -86,6 +90,19 @@ def check_methods_run_with_whole_parameters(rank: int, world: int) -> None:
                 theirs = reference.encode(x) if "encode" in methods else reference(x)
             assert torch.allclose(mine, theirs)
             assert whole_bytes(model) == 0
+
+
+def check_registered_method_is_a_forward_of_its_module_alone(rank: int, world: int) -> None:
+    """Its arguments and its documentation pass; an error leaves it usable."""
+    (reference, model), (_, other) = _coders(), _coders()
+    model.register_forward_method("scaled")
+    assert model.scaled.__doc__ == Coder.scaled.__doc__
+    assert "scaled" not in vars(other)
+    code = torch.ones(2, 3)
+    for _ in range(2):
+        raises(ZeroDivisionError, "by zero", lambda: model.scaled(code, times=0))
+        assert whole_bytes(model) == 0
+        assert torch.equal(model.scaled(code, times=2), reference.scaled(code, times=2))
 
 
 def check_methods_that_are_none_are_refused(rank: int, world: int) -> None:

@@ -79,20 +79,6 @@ def _moved(model: nn.Module) -> dict[str, Tensor]:
     return whole_state(model.double().float())
 
 
-def check_plain_state_loads_and_mismatches_are_named(rank: int, world: int) -> None:
-    """Plain state loads and mismatches are named."""
-    model, other = sharded(), plain(seed=5)
-    assert "All keys matched" in str(model.load_state_dict(whole_state(other)))
-    assert not model.comm_counts()
-    assert distance(whole_state(model), whole_state(other)) == 0
-    state = whole_state(other)
-    del state["head.bias"]
-    raises(RuntimeError, '"head.bias"', lambda: model.load_state_dict(state))
-    wrong = {**whole_state(other), "embed.weight": torch.zeros(2, 2)}
-    raises(RuntimeError, "'embed.weight'", lambda: model.load_state_dict(wrong))
-    assert distance(whole_state(model), whole_state(other)) == 0
-
-
 def check_parameters_are_frozen_and_trained_again(rank: int, world: int) -> None:
     """Between steps; one that was frozen when it was sharded has no memory for gradients."""
     reference, model = plain(), sharded()

@@ -119,9 +119,9 @@ class _InSlices:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sizes, parts = _cut(args, self.chunks, self.dim)
         results = [_run_slice(self.function, part, kwargs) for part in parts]
-        if isinstance(results[0], tuple):
-            _check_lengths(results)
-            columns = list(zip(*results, strict=True))
+        lengths = {len(each) if isinstance(each, tuple) else -1 for each in results}
+        if len(lengths) == 1 and isinstance(results[0], tuple):
+            columns = zip(*results, strict=True)
             return tuple(_joined(list(column), sizes, self.dim) for column in columns)
         return _joined(results, sizes, self.dim)
 
@@ -177,15 +177,6 @@ def _run_slice(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return function(*given, **kwargs)
 
     return torch_checkpoint(call, *args, use_reentrant=False)
-
-
-def _check_lengths(results: list[tuple[Any, ...]]) -> None:
-    lengths = {len(each) if isinstance(each, tuple) else -1 for each in results}
-    if len(lengths) > 1:
-        raise SlicesError(
-            "sac_policies.in_slices: the function returned tuples of different lengths for its "
-            "slices. Return the same results for each."
-        )
 
 
 def _joined(results: list[Any], sizes: list[int], dim: int) -> Any:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,9 +75,8 @@ def drop_default_group_arguments() -> None:
 # Autograd.
 
 
-def will_run(node: Any) -> bool:
-    """Whether the running backward will execute `node`."""
-    return bool(torch._C._will_engine_execute_node(node))
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the running backward will execute a node."""
 
 
 def backward_is_running() -> bool:
@@ -89,27 +89,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     _needed(torch.autograd.Variable, "_execution_engine").queue_callback(callback)
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Whether autograd treats a tensor as a view of another."""
-    return tensor._is_view()
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+"""Whether autograd treats a tensor as a view of another."""
 
-
-def assign_grad(param: Tensor, grad: Tensor) -> None:
-    """Make a tensor of the parameter's shape its gradient, in any floating-point dtype.
-
-    torch 2.9 has no `grad_dtype` and compares dtypes at the assignment. There an empty tensor of
-    the parameter's dtype is assigned, and then given the gradient's memory and attributes.
-    """
-    if grad.dtype == param.dtype:
-        param.grad = grad
-    elif hasattr(Tensor, "grad_dtype"):
-        param.grad_dtype = None
-        param.grad = grad
-    else:
-        stand_in = param.detach().new_empty(()).expand(param.shape)
-        param.grad = stand_in
-        stand_in.data = grad
-        vars(stand_in).update(vars(grad))
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""A number that changes with every in-place change of a tensor or of a view of it."""
 
 
 def is_referenced(tensors: Sequence[Tensor], index: int, *, owns_storage: bool) -> bool:
@@ -134,16 +118,12 @@ def _storage_users(tensor: Tensor) -> int:
     return 0 if count is None else int(count(tensor.untyped_storage()._cdata))
 
 
-def with_grad_hook(params: Sequence[Tensor]) -> list[int]:
-    """Positions of the parameters with a hook of `register_hook`."""
-    with without_torch_function():
-        return [index for index, param in enumerate(params) if param._backward_hooks]
+grad_hooks_of: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
+"""The hooks of `register_hook`."""
 
-
-def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
-    """The hooks of `param.register_post_accumulate_grad_hook`, in order."""
-    hooks: dict[int, Any] | None = getattr(param, "_post_accumulate_grad_hooks", None)
-    return list(hooks.values()) if hooks else []
+post_accumulate_grad_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None]
+"""The hooks of `register_post_accumulate_grad_hook`, in order."""
+post_accumulate_grad_hooks = attrgetter("_post_accumulate_grad_hooks")
 
 
 # FSDP2's modules.
@@ -230,18 +210,22 @@ def unhooked_step(cls: type[Any]) -> Callable[[Any], object]:
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
-def allow_foreach(kind: type[Tensor]) -> None:
-    """Let torch's optimizers use foreach kernels for a class of parameters; else they loop."""
+def allow_foreach(*kinds: type[Tensor]) -> None:
+    """Let optimizers and gradient clipping use foreach kernels for these classes; else they loop.
+
+    DTensor does so, too.
+    """
     from torch.optim import optimizer
+    from torch.utils import _foreach_utils
 
-    known = getattr(optimizer, "_foreach_supported_types", None)
-    if isinstance(known, list) and kind not in known:
-        known.append(kind)
+    for module in (optimizer, _foreach_utils):
+        known = getattr(module, "_foreach_supported_types", None)
+        if isinstance(known, list):
+            known.extend(kind for kind in kinds if kind not in known)
 
 
-def norms_of(tensors: list[Tensor], order: float) -> Sequence[Tensor]:
-    """The norm of each tensor, `()` each."""
-    return torch._foreach_norm(tensors, order)
+norms_of: Callable[[list[Tensor], float], Sequence[Tensor]] = torch._foreach_norm
+"""The norm of each tensor, `()` each."""
 
 
 def pass_over_frames(*functions: Callable[..., Any]) -> None:

@@ -17,104 +17,16 @@ from ..layout._layout import FlatLayout
 _ADDRESSED = ("cpu", "cuda", "xpu")
 
 
-class ParamViews:
-    """Parameters whose memory is in one buffer. Parameter objects stay the same.
+@torch.no_grad()
+def move_into(params: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
+    """Copy parameters into views of a buffer, which become their memory.
 
-    Args:
-        params: in the order of `views`.
-        views: the memory of each parameter.
-
-    Attributes:
-        params: may be replaced one by one, see `take`.
-        pointers: addresses of the views.
+    One by one, so that only one is in memory twice: the system provides the pages of a large CPU
+    buffer at first touch.
     """
-
-    def __init__(self, params: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
-        self.params = list(params)
-        self._set_views(views)
-
-    def _set_views(self, views: Sequence[Tensor]) -> None:
-        self.views = tuple(views)
-        self.pointers = [view.data_ptr() for view in self.views]
-
-    def take_all(self) -> None:
-        """Copy the parameters into their views one by one, so only one is in memory twice.
-
-        The system provides the pages of a large CPU buffer at first touch.
-        """
-        for index, param in enumerate(self.params):
-            self.take(index, param)
-
-    @torch.no_grad()
-    def take(self, index: int, values: Tensor) -> None:
-        """Copy values of the view's shape, and make the parameter the view."""
-        self.views[index].copy_(values)
-        self.attach(index)
-
-    def attach(self, index: int) -> None:
-        """Make the parameter the view, dropping its current values."""
-        self.params[index].data = self.views[index]
-
-    def follow(self, views: Sequence[Tensor]) -> None:
-        """Move the parameters to other views, which have the same values already."""
-        self._set_views(views)
-        for index in range(len(self.params)):
-            self.attach(index)
-
-    def moved(self) -> list[int]:
-        """Positions of parameters that have other memory, as after `param.data = ...`."""
-        pointers = list(map(Tensor.data_ptr, self.params))
-        if pointers == self.pointers:
-            return []
-        pairs = enumerate(zip(pointers, self.pointers, strict=True))
-        return [index for index, (now, planned) in pairs if now != planned]
-
-
-class GradBuffer:
-    """The gradients of a segment's parameters, which are copied into one buffer as they arrive.
-
-    autograd makes a tensor for each gradient. It is copied while it is in cache, and freed at once.
-
-    Args:
-        flat: at least `(layout.numel,)`, with zeros in its gaps; other values do not matter.
-        layout: places of the gradients.
-        arrived: a list that the caller passes; set to True for each gradient that arrives.
-        apart: give each view a separate storage, see `over`.
-
-    Attributes:
-        views: the view of each gradient.
-        is_apart: whether each has a separate storage.
-    """
-
-    def __init__(
-        self, flat: Tensor, layout: FlatLayout, arrived: list[bool], *, apart: bool = False
-    ) -> None:
-        self.flat = flat
-        # `.data`: each view has its own version counter, so that the arrival of one gradient does
-        # not look like a write to another that a user has saved for backward.
-        views = [view.data for view in param_views(flat, layout)]
-        memory = flat.untyped_storage()
-        self.views = tuple([over(memory, view) if apart else view for view in views])
-        self.is_apart = any(view is not own for view, own in zip(views, self.views, strict=True))
-        self.arrived = arrived
-
-    def take(self, index: int, grad: Tensor) -> None:
-        """Copy a gradient, or add it to the existing one."""
-        if self.arrived[index]:
-            self.views[index].add_(grad)
-        else:
-            self.put(index, grad)
-
-    def put(self, index: int, grad: Tensor) -> None:
-        """Copy a gradient over the existing one."""
-        self.views[index].copy_(grad.to_dense() if grad.is_sparse else grad)
-        self.arrived[index] = True
-
-    def zero_rest(self) -> None:
-        """Zero the gradients that have not arrived."""
-        for view, arrived in zip(self.views, self.arrived, strict=True):
-            if not arrived:
-                view.zero_()
+    for param, view in zip(params, views, strict=True):
+        view.copy_(param)
+        param.data = view
 
 
 def allocate(layout: FlatLayout, *, device: torch.device) -> Tensor:

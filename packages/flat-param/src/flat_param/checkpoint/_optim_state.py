@@ -97,6 +97,11 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
     """Load state by name, through the optimizer's own `load_state_dict`. Not a collective."""
     groups = optimizer_params(module, optimizer)
     flat = [named for group in groups for named in group]
+    if "param_groups" not in state:
+        raise StateError(
+            "flat_param.load_state_dict: the optimizer state has no 'param_groups', which have its "
+            "options by parameter name. Pass what full_state_dict returned."
+        )
     options = _options_of(state["param_groups"], groups, optimizer)
     values: Mapping[str, Mapping[str, Any]] = state.get("state", {})
     for name in values.keys() - {named.name for named in flat}:

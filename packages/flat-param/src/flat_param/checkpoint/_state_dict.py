@@ -204,7 +204,7 @@ def restored_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
     it by new tensors.
     """
     units = units_at_rest(module)  # refuses copies that whole_params shows
-    pieces = [p for unit in units for part in unit.parts for p in part.held.params]
+    pieces = [p for unit in units for part in unit.parts for p in part.params]
     with without_torch_function():
         held = [piece.detach().to("cpu", copy=True) for piece in pieces]
     in_units = pieces_of(module)

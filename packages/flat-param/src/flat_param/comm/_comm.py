@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from ctypes import string_at
@@ -40,7 +41,7 @@ _reduce_scatter: Callable[..., dist.Work | None] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
-_POLL_S = 0.5
+_POLL = timedelta(seconds=0.5)
 _POLLS_OF_A_DEADLOCK = 4
 _KEPT_BUFFERS = 3
 
@@ -66,7 +67,7 @@ class CommLog:
 
     def add(self, kind: str, wire_bytes: int) -> None:
         """Count one call of `kind` that sends `wire_bytes` bytes."""
-        seen = self.counts.get(kind, CommCount())
+        seen = self.counts.get(kind) or CommCount()
         self.counts[kind] = CommCount(seen.calls + 1, seen.wire_bytes + wire_bytes)
 
     def reset(self) -> None:
@@ -170,6 +171,7 @@ class Communicator:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.trail = None if group is None else Trail.of(group)
+        self._backends = {} if self.trail is None else self.trail.backends
         if group is not None:
             dropped_at_exit(self, "group")
 
@@ -179,10 +181,6 @@ class Communicator:
             "ranks that it is spread over. Save grad.detach(), or full_state_dict(module)."
         )
 
-    def _is_gloo(self, tensor: Tensor) -> bool:
-        """Whether gloo moves tensors of this device in this group."""
-        return self.trail is not None and self.trail.backends.get(tensor.device.type) == "gloo"
-
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         """Fill `out` (world * shard,) from every rank's `shard` (shard,). Collective."""
         if self.world_size == 1:
@@ -191,7 +189,7 @@ class Communicator:
             return Pending(self, "all_gather")
         sent = (self.world_size - 1) * shard.nbytes
         out, shard = out.view(torch.uint8), shard.view(torch.uint8)  # every backend moves bytes
-        if self.world_size == 2 and self._is_gloo(out):
+        if self.world_size == 2 and self._backends.get(out.device.type) == "gloo":
             mine, theirs = self._halves(out)
             mine.copy_(shard)
             return self._exchange("all_gather", sent, theirs, shard)
@@ -207,7 +205,7 @@ class Communicator:
             return Pending(self, "reduce_scatter")
         sent = (self.world_size - 1) * out.nbytes
         out, full = _real(out), _real(full)
-        if not self._is_gloo(full):
+        if self._backends.get(full.device.type) != "gloo":
             return self._start("reduce_scatter", sent, _reduce_scatter, out, full)
         mine, given = self._halves(full) if self.world_size == 2 else (None, full)
         buffer = pool.acquire(given.numel(), dtype=full.dtype, device=full.device)
@@ -262,8 +260,7 @@ class Communicator:
         if self.world_size == 1:
             return [note]
         self.log.add("share", 0)
-        has_cpu = self.trail is not None and "cpu" in self.trail.backends
-        device = None if has_cpu else torch.accelerator.current_accelerator()
+        device = None if "cpu" in self._backends else torch.accelerator.current_accelerator()
         data = torch.frombuffer(bytearray(pickle.dumps(note)), dtype=torch.uint8).to(device)
         size = torch.tensor([data.numel()], device=device)
         sizes = [torch.empty_like(size) for _ in range(self.world_size)]
@@ -291,7 +288,7 @@ class Communicator:
         try:
             while True:
                 try:
-                    work.wait(timedelta(seconds=_POLL_S))
+                    work.wait(_POLL)
                     return
                 except RuntimeError as error:
                     if work.is_completed():
@@ -323,13 +320,19 @@ class Communicator:
         *args: object,
         of_unit: bool = True,
     ) -> Pending:
-        assert self.trail is not None, "it has a group"
+        trail = self.trail
+        assert trail is not None, "it has a group"
         self.log.add(what, sent)
         label = f"{what} of {self.unit}" if of_unit and self.unit else what
-        mark = f"{what} {self.number if of_unit else ''} {tensor.nbytes}".encode()
-        device = None if self._is_gloo(tensor) else tensor.device
+        is_gloo = self._backends.get(tensor.device.type) == "gloo"
+        device = None if is_gloo else tensor.device
         captured = device is not None and is_capturing(device)
-        number = 0 if captured else self.trail.add(label, mark)
+        if not captured:
+            mark = f"{what} {self.number if of_unit else ''} {tensor.nbytes}".encode()
+            trail.started += 1
+            trail.checksum = zlib.crc32(mark, trail.checksum)
+            trail.recent.append(label)
+        number = 0 if captured else trail.started
         try:
             work = call(tensor, *args, group=self.group, async_op=True)
         except RuntimeError as error:

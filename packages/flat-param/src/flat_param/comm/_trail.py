@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from collections import Counter, deque
 from collections.abc import Iterable
 from contextlib import suppress
@@ -51,7 +50,7 @@ class Unread(NamedTuple):
 
 
 class Trail:
-    """The collectives of one group. No method is a collective.
+    """The collectives of one group, which communicators add. No method is a collective.
 
     Attributes:
         ranks: global ranks of the group.
@@ -83,20 +82,6 @@ class Trail:
         if trail is None:
             trail = _trails[group] = cls(group)
         return trail
-
-    def add(self, label: str, mark: bytes) -> int:
-        """Add a collective that is started now, and return its number."""
-        self.started += 1
-        self.checksum = zlib.crc32(mark, self.checksum)
-        self.recent.append(label)
-        return self.started
-
-    def compared(self) -> None:
-        """Start a new checksum after a comparison."""
-        self.checksum = 0
-        self.recent.clear()
-
-    # Messages.
 
     def trouble(self) -> str:
         """The alarm of another rank; empty without one."""

@@ -20,12 +20,13 @@ from torch.optim.optimizer import (
 )
 
 from .._errors import StateError
-from ..buffers._elementwise import ELEMENTWISE
+from .._torch_compat import unhooked_step
+from ..buffers._optimizers import ELEMENTWISE, trial_of
 from ._flat_segment import FlatSegment
 from ._flat_segments import FlatSegments
-from ._optimizer_check import check_optimizer
 
 CPU_NUMEL = 1 << 18  # a float32 leaf of AdamW and its state then take 4 MiB
+_STEPS = 3  # in the comparison of steps over flat and over separate parameters
 
 
 class Chunk(nn.Parameter):
@@ -139,7 +140,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_state(optimizer, chunk)
     if optimizer not in _hooked:
         if _own_class(optimizer) not in ELEMENTWISE and not torch.compiler.is_compiling():
-            check_optimizer(optimizer)
+            _check_optimizer(optimizer)
         _hooked.add(optimizer)
         optimizer.register_load_state_dict_post_hook(_checked.discard)
     _checked.add(optimizer)
@@ -184,3 +185,44 @@ def _check_state(optimizer: Optimizer, chunk: Chunk) -> None:
                     f"{tuple(chunk.shape)}: it was saved over separate parameters. Nothing was "
                     "stepped. Load it with flat.load_optimizer_state(optimizer, state)."
                 )
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    """Raise if steps over one flat parameter and over separate ones differ.
+
+    A chunk crosses the boundaries of parameters and has no shape. That changes nothing for
+    optimizers that work element by element, or that add up over all parameters, such as LBFGS. It
+    does for those that look at one parameter: Adafactor, Muon, LAMB.
+
+    An optimizer that draws random numbers, whose copy cannot step, or that has other objects than
+    numbers and texts is not checked.
+    """
+    values = [torch.tensor([[1.0, -2.0], [3.0, 0.5]]), torch.tensor([[-0.1, 0.4], [4.0, 1.0]])]
+    flat = [torch.cat([value.flatten() for value in values])]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            together, again, apart = (
+                _stepped(optimizer, params, seed)
+                for params, seed in ((flat, 0), (flat, 1), (values, 0))
+            )
+        except Exception:
+            return
+    is_random = not torch.equal(together, again)
+    if not is_random and not torch.allclose(together, apart, rtol=1e-9, atol=0):
+        raise StateError(
+            f"flat_param.FlatParams.chunks: {type(optimizer).__name__} computes with each "
+            "parameter as a whole, but a chunk has elements of several parameters, without their "
+            "shapes. Nothing was stepped. Make this optimizer over module.parameters()."
+        )
+
+
+def _stepped(optimizer: Optimizer, values: list[Tensor], seed: int) -> Tensor:
+    """The elements of parameters with these values, in float64, after steps of a copy."""
+    torch.manual_seed(seed)
+    params = [nn.Parameter(value.double()) for value in values]
+    twin = trial_of(optimizer, [params])
+    for step in range(_STEPS):
+        for param in params:
+            param.grad = param.detach().square() - step
+        unhooked_step(type(optimizer))(twin)
+    return torch.cat([param.detach().flatten() for param in params])

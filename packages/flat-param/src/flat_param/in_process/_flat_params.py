@@ -22,7 +22,9 @@ from ._chunk_state import by_name, chunks_of, one_setting, to_chunks, to_paramet
 from ._chunks import make_chunks
 from ._flat_segment import FlatSegment
 from ._flat_segments import FlatSegments
-from ._norm import joint_norm
+
+_BLOCK = 1 << 16
+"""Elements of one float32 sum in a norm: one over ten million squares is off by 3e-4."""
 
 
 class FlatParams:
@@ -149,12 +151,12 @@ class FlatParams:
     @torch.no_grad()
     def norm(self, ord: float = 2.0) -> Tensor:
         """Return the norm of all trainable parameters as one vector; a 0-dim tensor."""
-        return joint_norm([one.buffer for one in self._flat_segments.trainable], ord)
+        return _joint_norm([one.buffer for one in self._flat_segments.trainable], ord)
 
     @torch.no_grad()
     def grad_norm(self, ord: float = 2.0) -> Tensor:
         """Return the norm of all gradients as one vector; a 0-dim tensor; None counts as zero."""
-        return joint_norm([one.grad for one in self._flat_segments.trainable], ord)
+        return _joint_norm([one.grad for one in self._flat_segments.trainable], ord)
 
     @torch.no_grad()
     def clip_(self, max_norm: float, *, ord: float = 2.0) -> Tensor:
@@ -174,7 +176,7 @@ class FlatParams:
                 "to a norm of at least 0. Pass a number such as 1.0."
             )
         grads = [one.grad for one in self._flat_segments.trainable]
-        total = joint_norm(grads, ord)
+        total = _joint_norm(grads, ord)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         if total.device.type != "cpu" or factor.item() < 1.0:
             for grad in grads:
@@ -318,3 +320,33 @@ def _check_vector(function: str, vector: Any, segment: FlatSegment) -> None:
         f"flat_param.FlatParams.{function}: a vector {found}, but segment '{segment.plan.name}' "
         f"has ({numel},). Build it like as_vector(); under vmap, one row per call."
     )
+
+
+def _joint_norm(vectors: Sequence[Tensor], ord: float) -> Tensor:
+    """Return the norm of several vectors as one; a 0-dim tensor; zero for no vectors."""
+    held = [vector for vector in vectors if vector.numel()]  # some orders raise for empty vectors
+    if not held:
+        return torch.linalg.vector_norm(vectors[0]) if vectors else torch.tensor(0.0)
+    norms = [_norm(vector, ord) for vector in held]
+    if len(norms) == 1:
+        return norms[0]
+    wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+    return _norm_of_norms(torch.stack([norm.to(wide) for norm in norms]), ord)
+
+
+def _norm(vector: Tensor, ord: float) -> Tensor:
+    """Return the norm of block norms."""
+    blocks = vector.numel() // _BLOCK
+    if blocks < 4:
+        return torch.linalg.vector_norm(vector, ord)
+    whole = blocks * _BLOCK
+    norms = torch.linalg.vector_norm(vector[:whole].view(blocks, -1), ord, dim=1)
+    if whole < vector.numel():
+        rest = torch.linalg.vector_norm(vector[whole:], ord)
+        norms = torch.cat([norms, rest.view(1)])
+    return _norm_of_norms(norms, ord)
+
+
+def _norm_of_norms(norms: Tensor, ord: float) -> Tensor:
+    """Combine the norms of disjoint parts. Order 0 counts nonzero elements, so these add up."""
+    return norms.sum() if ord == 0 else torch.linalg.vector_norm(norms, ord)

@@ -25,10 +25,38 @@ from torch.autograd.graph import increment_version
 
 from .._errors import StateError
 from .._torch_compat import is_referenced
-from ..buffers._views import GradBuffer, ParamViews, allocate, over, param_views
-from ..layout._layout import Segment
+from ..buffers._views import allocate, move_into, over, param_views
+from ..layout._layout import FlatLayout, Segment
 
 _grad_of = attrgetter("grad")
+
+
+class _FlatGrad:
+    """The gradients of a segment's parameters in one buffer.
+
+    Args:
+        flat: `(layout.numel,)`, zero.
+        layout: places of the gradients.
+
+    Attributes:
+        views: each gradient, with a separate storage if possible, see `over`.
+        is_apart: whether each has a separate storage.
+        arrived: which gradients are there.
+    """
+
+    def __init__(self, flat: Tensor, layout: FlatLayout) -> None:
+        self.flat = flat
+        # `.data`: each view has its own version counter, so that the arrival of one gradient does
+        # not look like a write to another that a user has saved for backward.
+        views = [view.data for view in param_views(flat, layout)]
+        self.views = [over(flat.untyped_storage(), view) for view in views]
+        self.is_apart = any(view is not own for view, own in zip(views, self.views, strict=True))
+        self.arrived = [False] * len(views)
+
+    def put(self, index: int, grad: Tensor) -> None:
+        """Copy a gradient over the existing one, in cache and before another is made."""
+        self.views[index].copy_(grad.to_dense() if grad.is_sparse else grad)
+        self.arrived[index] = True
 
 
 class FlatSegment:
@@ -57,10 +85,10 @@ class FlatSegment:
         memory = whole.untyped_storage()
         self.buffer: Tensor = over(memory, whole)
         views = param_views(self.buffer, plan.layout)
-        ParamViews(params, [over(memory, view) for view in views]).take_all()
+        move_into(params, [over(memory, view) for view in views])
         self.arrivals: int = sum(param.grad is not None for param in params)
         self._seen: tuple[int, ...] = ()
-        self._held: GradBuffer | None = None
+        self._held: _FlatGrad | None = None
         self._is_closed = False
         # Weak: the garbage collector does not see the reference that C++ holds to a parameter's
         # hooks. A strong hook would keep the buffers alive after the model is deleted.
@@ -101,7 +129,7 @@ class FlatSegment:
             )
         return self._taken().flat
 
-    def _taken(self) -> GradBuffer:
+    def _taken(self) -> _FlatGrad:
         self._take_all(self._allocated())
         self._seen = () if self._is_closed else self._state()
         return self._allocated()
@@ -133,7 +161,7 @@ class FlatSegment:
         return self.arrivals, id(self.params[0].grad), id(self.params[-1].grad)
 
     @torch.no_grad()
-    def _take_all(self, held: GradBuffer) -> None:
+    def _take_all(self, held: _FlatGrad) -> None:
         if all(map(is_, map(_grad_of, self.params), held.views)):
             return
         for index, param in enumerate(self.params):
@@ -146,9 +174,11 @@ class FlatSegment:
                 self.arrivals += not grad.requires_grad
             else:
                 held.arrived[index] = True
-        held.zero_rest()
+        for view, arrived in zip(held.views, held.arrived, strict=True):
+            if not arrived:
+                view.zero_()
 
-    def _take(self, held: GradBuffer, index: int, param: Tensor, grad: Tensor) -> GradBuffer:
+    def _take(self, held: _FlatGrad, index: int, param: Tensor, grad: Tensor) -> _FlatGrad:
         """Copy a gradient into the flat one; returns the flat one."""
         held = self._writable(held, index)
         held.put(index, grad.detach())
@@ -156,7 +186,7 @@ class FlatSegment:
             param.grad = held.views[index]
         return held
 
-    def _writable(self, before: GradBuffer, index: int) -> GradBuffer:
+    def _writable(self, before: _FlatGrad, index: int) -> _FlatGrad:
         """Return the flat gradient, or another if a user keeps its gradient at `index`."""
         is_kept = is_referenced(before.views, index, owns_storage=before.is_apart)
         if not (before.arrived[index] and is_kept):
@@ -169,13 +199,12 @@ class FlatSegment:
                 param.grad = held.views[at]
         return held
 
-    def _allocated(self) -> GradBuffer:
+    def _allocated(self) -> _FlatGrad:
         if self._held is None:
             buffer = self.buffer
             with torch.inference_mode(False):
                 flat = torch.zeros(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
-                arrived = [False] * len(self.params)
-                self._held = GradBuffer(flat, self.plan.layout, arrived, apart=True)
+                self._held = _FlatGrad(flat, self.plan.layout)
         return self._held
 
     def arrive(self, index: int, param: Tensor) -> None:

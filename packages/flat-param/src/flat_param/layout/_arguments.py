@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import ParameterError, StateError
+from .._torch_compat import grad_hooks_of
 from ._spec import ParamSpec, check_one_device
 
 
@@ -106,8 +107,14 @@ def check_placement(shard_placement_fn: object) -> None:
 
 
 def check_no_grads(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters that already have gradients, which sharding would cut."""
+    """Refuse parameters with gradients, which sharding would cut, or with hooks on them."""
     for name, param in named:
+        if grad_hooks_of(param):
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{name}' has a hook of register_hook, but "
+                "autograd only sees unsharded parameters, so it would never be called. Use "
+                "register_post_accumulate_grad_hook, which gets this rank's piece."
+            )
         if param.grad is not None:
             raise ParameterError(
                 f"flat_param.fully_shard: parameter '{name}' has a gradient of the whole tensor, "

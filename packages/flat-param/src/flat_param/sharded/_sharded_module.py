@@ -64,8 +64,9 @@ def _run(
 ) -> Any:
     """Call `run` as a forward of the module's unit. Collective."""
     unit = module._flat_param
-    schedule = unit.schedule
-    depth = schedule.depth
+    schedule = module._flat_param_schedule
+    forward = schedule.current.forward
+    depth = 0 if forward is None else len(forward.units)
     try:
         args, kwargs = schedule.pre_forward(schedule, unit, args, kwargs)
         return schedule.post_forward(schedule, unit, module, run(*args, **kwargs))
@@ -344,8 +345,12 @@ class ShardedModule(nn.Module):
         for unit in units_below(self):
             unit.schedule.drop_accumulated()
         super().zero_grad(set_to_none)
-        for part in (each for unit in self._units() if unit.is_shown for each in unit.trained):
-            part.clear(set_to_none)
+        parts = [part for unit in self._units() if unit.is_shown for part in unit.trained]
+        for param in (param for part in parts for param in part.params):
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -401,7 +406,7 @@ class ShardedModule(nn.Module):
         yield from self.parameters()
         for unit in self._units():
             for part in unit.parts:
-                yield from part.held.params
+                yield from part.params
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedModule:
         units_at_rest(self, "to")

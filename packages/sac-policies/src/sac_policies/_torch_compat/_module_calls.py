@@ -17,65 +17,35 @@ CALL_PLACES = frozenset({"forward", _COMPILED_CALL})
 
 
 def called_at(module: nn.Module) -> str:
-    """Return the name of the attribute that a call of a module runs.
-
-    Example:
-        >>> called_at(nn.Linear(2, 2))
-        'forward'
-    """
+    """Return the name of the attribute that a call of a module runs."""
     return "forward" if vars(module).get(_COMPILED_CALL) is None else _COMPILED_CALL
 
 
 def original(module: nn.Module) -> nn.Module:
-    """Return the module inside `torch.compile(module)`; other modules unchanged.
-
-    Example:
-        >>> original(nn.Linear(2, 2))
-        Linear(in_features=2, out_features=2, bias=True)
-    """
+    """Return the module inside `torch.compile(module)`; other modules unchanged."""
     dynamo = sys.modules.get("torch._dynamo")  # slow to import
     kind = getattr(dynamo, "OptimizedModule", ())
     return original(module._orig_mod) if isinstance(module, kind) else module
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of a module run compiled code that includes its hooks.
-
-    Example:
-        >>> is_compiled(nn.Linear(2, 2))
-        False
-    """
+    """Whether calls of a module run compiled code that includes its hooks."""
     return original(module) is not module or called_at(module) != "forward"
 
 
 def is_taggable(module: nn.Module) -> bool:
-    """Whether a module, or the one inside its compiled wrapper, has its class's forward.
-
-    Example:
-        >>> is_taggable(nn.Linear(2, 2))
-        True
-    """
+    """Whether a module, or the one inside its compiled wrapper, has its class's forward."""
     return "forward" not in vars(original(module))
 
 
 def graph_breaks() -> int:
-    """Return how often torch.compile has broken a graph in this process.
-
-    Example:
-        >>> graph_breaks() >= 0
-        True
-    """
+    """Return how often torch.compile has broken a graph in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return sum(dynamo.counters["graph_break"].values()) if dynamo else 0
 
 
 def compiled_in(root: nn.Module) -> list[nn.Module]:
-    """List the compiled modules of a tree, none inside another.
-
-    Example:
-        >>> compiled_in(nn.Sequential(nn.Linear(2, 2)))
-        []
-    """
+    """List the compiled modules of a tree, none inside another."""
     kind = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
     if kind is None:
         return []

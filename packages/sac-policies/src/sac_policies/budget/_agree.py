@@ -17,32 +17,17 @@ T = TypeVar("T")
 
 
 def from_first_rank(value: T) -> T:
-    """Return the value that rank 0 passed. Collective.
-
-    Example:
-        >>> from_first_rank("plan")
-        'plan'
-    """
+    """Return the value that rank 0 passed. Collective."""
     return _from_all(value)[0]
 
 
 def largest(value: int) -> int:
-    """Return the largest value that any rank passed. Collective.
-
-    Example:
-        >>> largest(3)
-        3
-    """
+    """Return the largest value that any rank passed. Collective."""
     return max(_from_all(value))
 
 
 def largest_each(values: list[int]) -> list[int]:
-    """Return the largest value of any rank at each position. Collective.
-
-    Example:
-        >>> largest_each([3, 4])
-        [3, 4]
-    """
+    """Return the largest value of any rank at each position. Collective."""
     return [max(each) for each in zip(*_from_all(values), strict=False)]
 
 
@@ -51,9 +36,6 @@ def check_equal(digest: str, *, what: str) -> None:
 
     Raises:
         BudgetError: with the digest of each rank.
-
-    Example:
-        >>> check_equal("1d0c", what="block")
     """
     digests = _from_all(digest)
     if len(set(digests)) > 1:

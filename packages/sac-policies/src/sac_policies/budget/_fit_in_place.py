@@ -10,7 +10,7 @@ maximum of each number over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -275,14 +275,9 @@ class _Search:
                 f"({regions[0][0] or 'the model'}, ...), but these are checkpointed. Call the "
                 "model that step is given, or fit the model that it calls."
             )
-        alike = {kind_of(modules[path]): ran[path] for path in reversed(ran)}
-        self._regions = [_candidate(path, modules[path], own) for path, own in ran.items()]
-        self._idle = [
-            _candidate(path, module, alike.get(kind_of(module), ()))
-            for path, module in regions
-            if path not in ran
-        ]
-        check_equal(repr([*ran]), what="block")
+        self._regions = [_candidate(path, modules[path]) for path in ran]
+        self._idle = [_candidate(path, module) for path, module in regions if path not in ran]
+        check_equal(repr(ran), what="block")
 
     @property
     def _levels(self) -> int:
@@ -468,11 +463,5 @@ def _why_little(
     return ""
 
 
-def _candidate(path: str, module: nn.Module, operators: Iterable[Any]) -> Candidate:
-    return Candidate(
-        path,
-        module,
-        operators=tuple(operators),
-        is_compiled=is_compiled(module),
-        is_taggable=is_taggable(module),
-    )
+def _candidate(path: str, module: nn.Module) -> Candidate:
+    return Candidate(path, module, is_compiled(module), is_taggable(module))

@@ -5,7 +5,10 @@ when the gradient of its output is computed, and ends where the next one begins.
 interval after the last call, with the model's head and the loss. An interval does not depend on the
 levels of other regions, so a mixture is assembled from measured steps.
 
-The tail is an exception. Objects such as a cache may hold tensors until then, and the tail frees
+There are two exceptions. In backward, a region that offloads requests the values of the region that
+offloaded before it, and the first one that backward reaches also its own.
+
+And the tail: objects such as a cache may hold tensors until then, and the tail frees
 those that no region keeps. How many bytes of a region it frees depends on that region's level: the
 bytes that it frees on a level are divided evenly among the regions.
 """
@@ -26,7 +29,6 @@ from .._torch_compat import backward_id
 from .._torch_compat._module_calls import around_calls
 from ._choose import Option, cheapest
 from ._measure import Interval, Key, Marks, highest, tail_of
-from ._offloaded import Offloaded
 
 
 @contextmanager
@@ -74,7 +76,7 @@ class Steps:
         self._tail: Key | None = tail_of(each.key for each in self._plain)
         self._largest = largest_pass(self._plain)
         self._own = [self._in_largest(one) for one in measured]
-        self._offloaded = Offloaded(measured)
+        self._away = [[sum(each.away for each in own) for own in one] for one in self._own]
         tails = [one.get(self._tail) for one in self._by_level]
         self._left = list(map(self._left_in_tail, measured, tails))
         self._late = list(map(self._freed_late, tails, self._left))
@@ -103,7 +105,7 @@ class Steps:
         return None
 
     def least(self) -> tuple[int, ...]:
-        """Return levels with the lowest predicted peak."""
+        """Return the fastest levels with the lowest predicted peak."""
         choices = [(level,) * self._count for level in range(len(self._by_level))]
         best = min(choices, key=self.growth)
         below, allowed = 0, self.growth(best)
@@ -114,17 +116,32 @@ class Steps:
                 below = middle
             else:
                 best, allowed = choice, self.growth(choice)
-        return best
+        return self.choose(allowed) or best
 
     def _interval_of(self, plain: Interval, choice: Sequence[int]) -> Interval:
         if plain.region is None:
             return plain
         level = choice[plain.region]
         own = self._by_level[level].get(plain.key, plain)
-        if plain.key != self._tail:
-            return self._offloaded.among(choice, own)
-        late = sum(self._late[level][number] for number, level in enumerate(choice))
-        return replace(own, grown=plain.grown - late - self._left[level])
+        if plain.key == self._tail:
+            late = sum(self._late[level][number] for number, level in enumerate(choice))
+            return replace(own, grown=plain.grown - late - self._left[level])
+        more = self._more_requested(choice, plain.region) if plain.key[2] else 0
+        return replace(own, grown=own.grown + more, most=max(0, own.most + more)) if more else own
+
+    def _more_requested(self, choice: Sequence[int], number: int) -> int:
+        """Return how many bytes more a region brings back than with all regions on its level."""
+        away = self._away[choice[number]]
+        if not away[number]:
+            return 0
+        chosen = [self._away[level][n] for n, level in enumerate(choice)]
+        before = [size for size in chosen[:number] if size]
+        more = before[-1] if before else 0
+        if number:
+            more -= away[number - 1]
+        if number + 1 < self._count and not any(chosen[number + 1 :]):
+            more += away[number]
+        return more
 
     def _left_in_tail(self, one: Sequence[Interval], tail: Interval | None) -> int:
         """Return the bytes of the last region's inputs that the tail frees.
@@ -150,15 +167,12 @@ class Steps:
     ) -> list[list[int]]:
         """Return by region and level the extra time over keeping everything."""
         spent = [self._by_region(one) for one in measured]
-        offloads = any(each.moved.out for one in measured for each in one)
         alike: dict[Any, list[int]] = {}
         for number, kind in enumerate(kinds):
             keeps = tuple(self._kept(number, level) for level in range(len(measured)))
-            # If regions offload, the first one that backward reaches waits for its own copies.
-            is_first = offloads and self._tail is not None and number == self._tail[0]
-            alike.setdefault((kind, keeps, is_first), []).append(number)
+            alike.setdefault((kind, keeps), []).append(number)
         found: list[list[int]] = [[]] * len(kinds)
-        for (_, keeps, _), numbers in alike.items():
+        for (_, keeps), numbers in alike.items():
             more = costs_of([[own[n] for n in numbers] for own in spent], keeps)
             for number in numbers:
                 found[number] = more

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from .._torch_compat._module_calls import original
 from ..policies._catalogue import ATTENTION, CONVOLUTIONS
 from ..policies._catalogue import MATMULS as PRODUCTS
+from ..policies._decisions import Decision
 from ..policies._plans import Plan
 from ..policies._policies import Policy
-from ..policies._rules import RECOMPUTE_ALL, offload, save_named, save_ops
+from ..policies._rules import RECOMPUTE_ALL, OpRule, offload, save_named
+from ..policies._views import RegionSummary
 
 KEEPS, MATMULS, RECOMPUTES, INPUTS_AWAY, HIDDEN_AWAY = range(5)
 LEVELS = (
@@ -27,8 +28,19 @@ the same with inputs in host memory; the same with as many values there as their
 the forward. The last two are for accelerators."""
 KEEPING = (HIDDEN_AWAY, INPUTS_AWAY, RECOMPUTES, MATMULS, KEEPS)
 """Levels by how much they keep on the device, least first."""
-COSTLY = save_ops(PRODUCTS, ATTENTION, CONVOLUTIONS)
-"""Policy of compiled blocks that keep matmuls: one object, since compiled code depends on it."""
+
+
+@dataclass(frozen=True)
+class _Costly(OpRule):
+    """Keeps products, attention and convolutions, without a warning for a block that has none."""
+
+    def unmatched(self, seen: RegionSummary) -> tuple[str, ...]:
+        """Return nothing."""
+        return ()
+
+
+COSTLY = _Costly((PRODUCTS.entry, ATTENTION.entry, CONVOLUTIONS.entry), Decision.SAVE)
+"""Policy of blocks that keep matmuls: one object, since compiled code depends on it."""
 INPUT = "sac_policies.input"
 """Name of a block's inputs on levels that offload."""
 
@@ -54,12 +66,11 @@ class RegionFit:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A module whose level is chosen, and facts from a plain step.
+    """A module whose level is chosen.
 
     Attributes:
         path: of the module.
         module: the module.
-        operators: costly operators that ran in it.
         is_compiled: whether it is compiled. The compiler then recomputes by tags in its graph, and
             offloads nothing.
         is_taggable: whether its compiled code, if any, takes tags; else it keeps everything.
@@ -69,7 +80,6 @@ class Candidate:
 
     path: str
     module: nn.Module
-    operators: tuple[Any, ...]
     is_compiled: bool = False
     is_taggable: bool = False
     hidden: Plan | None = None
@@ -87,9 +97,8 @@ class Candidate:
             return LEVELS[KEEPS], None
         if self.is_compiled:
             level = min(level, RECOMPUTES)
-            return LEVELS[level], COSTLY if level == MATMULS else RECOMPUTE_ALL
-        if level == MATMULS and self.operators:
-            return LEVELS[MATMULS], save_ops(*self.operators)
+        if level == MATMULS:
+            return LEVELS[MATMULS], COSTLY
         if level >= INPUTS_AWAY:
             inputs = offload(save_named(INPUT, missing_ok=True))
             hidden = self.hidden if level == HIDDEN_AWAY else None

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import sub
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -30,23 +29,6 @@ _LOG_LEVEL = "KINETO_LOG_LEVEL"
 _MARK = "sac_policies.mark"
 
 
-class Moved(NamedTuple):
-    """Bytes that went to host memory and came back.
-
-    Attributes:
-        out: copied to the host.
-        back: copied back.
-        unread: copied back and freed without being read.
-    """
-
-    out: int = 0
-    back: int = 0
-    unread: int = 0
-
-
-_NOTHING = Moved()
-
-
 Key = tuple[int, int, bool | None]
 """Number of a region, number of its call, whether it is in backward; None after its forward."""
 
@@ -59,8 +41,8 @@ class Interval:
         key: of the mark; None before the first.
         grown: bytes in use at its end, minus those at its start.
         most: peak bytes in use, minus those at its start; at least 0.
-        moved: bytes that were offloaded.
         ns: nanoseconds that it took.
+        away: bytes that were copied to the host.
         gradients: bytes of parameters' gradients in `grown` and in `most`; 0 from an accelerator.
         logits: bytes of logits and loss in `grown` and in `most`: memory of the tail; 0 from an
             accelerator.
@@ -69,8 +51,8 @@ class Interval:
     key: Any
     grown: int
     most: int
-    moved: Moved = _NOTHING
     ns: int = 0
+    away: int = 0
     gradients: tuple[int, int] = (0, 0)
     logits: tuple[int, int] = (0, 0)
 
@@ -177,9 +159,8 @@ class Totals:
     def mark(self) -> None:
         memory, device = self._memory, self._device
         memory.synchronize(device)
-        moved = Moved(counters.bytes_out, counters.bytes_in, counters.bytes_unread)
         now, most = memory.memory_allocated(device), memory.max_memory_allocated(device)
-        self._samples.append(_Sample(time.perf_counter_ns(), now, most, moved))
+        self._samples.append(_Sample(time.perf_counter_ns(), now, most, counters.bytes_out))
         memory.reset_peak_memory_stats(device)
 
     def intervals(self, step: Callable[[], object], keys: Sequence[Any]) -> list[Interval]:
@@ -190,20 +171,20 @@ class Totals:
                 key,
                 end.now - start.now,
                 max(0, end.most - start.now),
-                moved=Moved(*map(sub, end.moved, start.moved)),
-                ns=end.ns - start.ns,
+                end.ns - start.ns,
+                end.away - start.away,
             )
             for key, (start, end) in zip(keys, pairwise(self._samples), strict=True)
         ]
 
 
 class _Sample(NamedTuple):
-    """Time, bytes in use, their peak since the last mark, and copies so far."""
+    """Time, bytes in use, their peak since the last mark, and bytes copied to the host so far."""
 
     ns: int
     now: int
     most: int
-    moved: Moved
+    away: int
 
 
 @contextmanager
@@ -322,8 +303,8 @@ def accounted(events: Iterable[Event], keys: Sequence[Any]) -> list[Interval]:
         if isinstance(event, int):
             if number >= 0:
                 causes = list(zip(now, top, strict=True))[_GRADIENTS:]
-                sizes = sum(now), sum(top), _NOTHING
-                found.append(Interval(keys[number], *sizes, event - began, *causes))
+                own = sum(now), sum(top), event - began, 0
+                found.append(Interval(keys[number], *own, *causes))
             number, began, now, top = number + 1, event, [0, 0, 0], [0, 0, 0]
             continue
         address, grown = event

@@ -1,4 +1,4 @@
-"""Find the repeated blocks of a model, and record calls and operators of a step."""
+"""Find the repeated blocks of a model, and record calls of a step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from torch import nn
 from .._errors import BudgetError
 from .._torch_compat import backward_id
 from .._torch_compat._module_calls import around_calls, is_compiled, original
-from .._watching_mode import WatchingMode
-from ..policies._decisions import Decision
-from ._levels import COSTLY
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -124,8 +121,8 @@ def _is_block(module: nn.Module) -> bool:
     return bool(children) and not isinstance(module, _CONTAINERS)
 
 
-class Calls(WatchingMode):
-    """Records the modules that a step calls from Python, and the costly operators inside.
+class Calls:
+    """Records the modules that a step calls from Python, as a context.
 
     Attributes:
         times: number of calls in forward, by module, in the order in which modules begin.
@@ -133,52 +130,35 @@ class Calls(WatchingMode):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
         self.times: Counter[nn.Module] = Counter()
         self.recomputed: dict[nn.Module, None] = {}
-        self._operators: dict[nn.Module, dict[Any, None]] = {}
-        self._running: list[nn.Module] = []
         self._modules = [*dict.fromkeys((model, *_called_from_python(model)))]
 
     def __enter__(self) -> Calls:
-        self._around = around_calls(self._modules, self._begin, self._end)
+        self._around = around_calls(self._modules, self._begin)
         self._around.__enter__()
-        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
         self._around.__exit__(*error)
 
-    def ran(self, regions: Iterable[tuple[str, nn.Module]]) -> dict[str, tuple[Any, ...]]:
-        """Return the operators of the regions that the step called, by path, in order."""
+    def ran(self, regions: Iterable[tuple[str, nn.Module]]) -> list[str]:
+        """Return the paths of the regions that the step called, in order."""
         first = {module: at for at, module in enumerate(self.times)}
-        found: list[tuple[int, str, tuple[Any, ...]]] = []
+        found: list[tuple[int, str]] = []
         for path, region in regions:
             # A segment is not called; its children are.
             parts = [region] if region in self._modules else [*region.children()]
             began = [first[each] for each in parts if each in first]
-            own = dict.fromkeys(op for each in parts for op in self._operators.get(each, ()))
             if began:
-                found.append((min(began), path, tuple(own)))
-        return {path: own for _, path, own in sorted(found, key=lambda each: each[:2])}
+                found.append((min(began), path))
+        return [path for _, path in sorted(found)]
 
     def _begin(self, number: int, *_: Any) -> None:
-        module = self._modules[number]
-        self._running.append(module)
         if backward_id() >= 0:
-            self.recomputed[module] = None
+            self.recomputed[self._modules[number]] = None
         else:
-            self.times[module] += 1
-
-    def _end(self, *_: Any) -> None:
-        self._running.pop()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._running and COSTLY.constant(func) is Decision.SAVE:
-            for module in self._running:
-                self._operators.setdefault(module, {})[func] = None
-        return func(*args, **(kwargs or {}))
+            self.times[self._modules[number]] += 1
 
 
 def _called_from_python(module: nn.Module) -> Iterator[nn.Module]:

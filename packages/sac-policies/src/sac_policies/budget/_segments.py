@@ -20,7 +20,7 @@ from torch import nn
 
 from .._tensors import tensors_in
 from .._torch_compat._module_calls import around_calls, is_compiled
-from ._agree import largest_each
+from ._agree import check_equal, largest_each
 from ._checkpointed import ReplacedForward
 from ._intervals import largest_pass, marked
 from ._measure import Interval, Marks, bytes_of, tail_of
@@ -129,6 +129,7 @@ def divide(model: nn.Module, regions: Regions, step: Step, calls: Calls) -> Divi
     """
     found = _leaves("", model, {path for path, _ in regions if path}, calls)
     leaves = list({(each.whole, each.module, each.at): each for each in found}.values())  # shared
+    check_equal(repr([each.path for each in leaves]), what="layer")
     if all(each.whole is None for each in leaves):
         return None
     sizes = _measured(leaves, step)

@@ -22,7 +22,7 @@ from ..trials._functions import named_by
 from ..trials._objects import Objects
 from ..trials._rollback import Rollback
 from ._agree import check_equal, largest, largest_each
-from ._measure import Interval, Marks, Moved, bytes_of, free_bytes
+from ._measure import Interval, Marks, bytes_of, free_bytes
 from ._optimizer import check_optimizer, existing_bytes, state_bytes
 from ._sizes import Budget, budget_bytes
 
@@ -247,12 +247,9 @@ class Step:
         own = marks.intervals(lambda: self._run(marks))
         keys = [each.key for each in own]
         check_equal(repr(keys), what="order of blocks")
-        rows = [(one.grown, one.most, one.ns, *one.moved) for one in own]
+        rows = [(one.grown, one.most, one.ns, one.away) for one in own]
         numbers = iter(largest_each([number for row in rows for number in row]))
-        return [
-            Interval(key, grown, most, Moved(*moved), ns)
-            for key, grown, most, ns, *moved in zip(keys, *[numbers] * len(rows[0]), strict=True)
-        ]
+        return [Interval(*each) for each in zip(keys, *[numbers] * len(rows[0]), strict=True)]
 
     def resident(self) -> int:
         """Return bytes of parameters, buffers, batch and state; maximum over ranks. Collective."""

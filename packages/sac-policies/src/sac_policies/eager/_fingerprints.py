@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 
 from .._torch_compat import after_backward, is_fake, is_freed
 from .._torch_compat._dispatch import no_dispatch
 
-_STEPS = (127, 113, 109, 107, 103, 101, 97, 89)
-"""Words from row to row of a table, primes: no row of a usual matrix is a whole number of them."""
-_LEAST_WORDS = 3 * _STEPS[0]
+_STEP = 127
+"""Words from row to row of a table, a prime: no row of a usual matrix is a whole number of them."""
+_LEAST_WORDS = 3 * _STEP
 """In less than three rows a change of three words may not be seen."""
 _WORD_BYTES = 8
 
@@ -110,10 +110,10 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     count, tail = divmod(flat.numel() * flat.element_size(), _WORD_BYTES)
     raw = flat.view(torch.uint8) if tail else flat
     words = (raw[: count * _WORD_BYTES] if tail else flat).view(torch.int64)
-    rows, columns, step = _table_of(count)
+    rows, columns = _table_of(count)
     found = words.new_empty(rows + columns + bool(tail))
-    if step:
-        table = words.as_strided((rows, columns), (step, 1))
+    if rows:
+        table = words.as_strided((rows, columns), (_STEP, 1))
         torch.sum(table, 1, out=found[:rows])
         torch.sum(table, 0, out=found[rows : rows + columns])
     else:
@@ -123,16 +123,11 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@lru_cache(maxsize=1024)
-def _table_of(words: int) -> tuple[int, int, int]:
-    """Return rows and columns of a table for a number of words, and the words from row to row.
-
-    Rows overlap by the remainder.
-    """
+def _table_of(words: int) -> tuple[int, int]:
+    """Return rows and columns of a table for a number of words; rows overlap by the remainder."""
     if words < _LEAST_WORDS:
-        return 0, words, 0  # the words themselves
-    step = min(_STEPS, key=lambda each: words % each)
-    return words // step, step + words % step, step
+        return 0, words  # the words themselves
+    return words // _STEP, _STEP + words % _STEP
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -64,13 +64,9 @@ class OffloadStats:
 
 
 class Counters:
-    """Running counts of `OffloadStats`.
+    """Running counts of `OffloadStats`."""
 
-    Attributes:
-        bytes_unread: the part of `bytes_in` that was never read.
-    """
-
-    copies_out = bytes_out = copies_in = bytes_in = late = bytes_unread = 0
+    copies_out = bytes_out = copies_in = bytes_in = late = 0
 
 
 counters = Counters()
@@ -87,25 +83,6 @@ class MovedTensor:
         host: the host copy; complete once the copy has ended.
         home: the device that it was copied from.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_arrived",
-        "_back",
-        "_back_captured",
-        "_captured",
-        "_guard",
-        "_here",
-        "_lock",
-        "_made",
-        "_out",
-        "_reader",
-        "_storage",
-        "_stream",
-        "_version",
-        "home",
-        "host",
-    )
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._here = False
@@ -151,7 +128,6 @@ class MovedTensor:
         if self._here and self._guard is not None:
             self._wait_to_free(self._guard, self._out, out, self._captured)
         if self._back is not None and self._arrived is not None:
-            counters.bytes_unread += self._back.nbytes
             self._wait_to_free(self._back, self._arrived, into, self._back_captured)
 
     def is_copied(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .._tensors import tensors_in
+from .._torch_compat import RANGE_END, RANGE_START
 from .._torch_compat._dispatch import boxed_call, hidden_from_modes, is_called_by_library
 from ..policies._decisions import Decision
 from ..policies._operators import BATCH_NORMS, RNNS, STATISTICS, Facts, facts_of
@@ -22,7 +23,6 @@ from ..policies._per_policy import PerPolicy
 from ..policies._policies import DEPENDS, Constant, Policy
 from ..policies._views import Operator
 from ._flags import flags_of
-from ._fsdp import RANGE_OPS
 from ._masks import UNPACK, packed, takes
 from ._values import (
     OpCall,
@@ -117,7 +117,7 @@ class Recorder(Operation):
         """Choose the function that runs a call, and the reason if its results are held."""
         if schema is None:
             return self._held, "a higher-order operator is not replayed"
-        if self.op in RANGE_OPS:
+        if self.op in (RANGE_START, RANGE_END):
             return self._range, ""
         if self.op.namespace in _OUTSIDE:
             return (

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._tensors import tensors_in
 from .._torch_compat import (
     FAKE_TENSOR,
+    RANGE_END,
+    RANGE_START,
     Hooks,
     base_of,
     end_if_left,
@@ -40,7 +42,6 @@ from ..policies._policies import DEPENDS, Policy
 from ..policies._unmatched import PolicyUse, uses
 from ..policies._views import Operator, OpView, RegionSummary
 from ._compiled_calls import follow_compiled
-from ._fsdp import Ranges
 from ._recorders import Recorder, Run, Table, tables
 from ._values import PLAIN, TapeValues, Value, parts_of, version_of
 
@@ -118,7 +119,7 @@ class Tape(TapeValues, TorchDispatchMode):
     def __init__(self, region: Region, outer: Hooks | None) -> None:
         TorchDispatchMode.__init__(self)
         TapeValues.__init__(self, outer, region.table.offloads, region.use)
-        self._ranges: Ranges | None = None
+        self._ranges: list[bool] = []
         self._is_away = False
         self._enter(region)
 
@@ -195,11 +196,16 @@ class Tape(TapeValues, TorchDispatchMode):
         return True
 
     def follow_range(self, op: Operator, args: tuple[Any, ...]) -> None:
-        """Record nothing while FSDP gathers or frees parameters."""
-        if self._ranges is None:
-            self._ranges = Ranges()
-        self._ranges.follow(op, args)
-        was_away, self._is_away = self._is_away, self._ranges.inside
+        """Record nothing while FSDP gathers or frees parameters.
+
+        It does so in the forward, but not always in the recomputation (pytorch#185178); it also
+        allocates, casts and views. All of that is in profiler ranges.
+        """
+        if op is RANGE_START:
+            self._ranges.append(str(args[0]).startswith("FSDP::"))
+        elif op is RANGE_END and self._ranges:
+            self._ranges.pop()
+        was_away, self._is_away = self._is_away, any(self._ranges)
         if was_away and not self._is_away:
             self._hold_what_reads_freed()
 

@@ -521,11 +521,7 @@ class _Flattened:
     def restored(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         wrapper = self.wrapper()
         if wrapper is not None and version_of(wrapper) != self.version:
-            raise MutationError(
-                f"sac_policies.checkpoint: a {self.kind.__name__} was changed in place after the "
-                "region read it, but backward reads it as it was. Change it after backward, or "
-                "give the region a copy."
-            )
+            raise changed(wrapper)
         inner = {
             name: unpack(part) if isinstance(part, (Value, _Flattened)) else part
             for name, part in self.parts.items()

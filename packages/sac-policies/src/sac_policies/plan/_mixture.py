@@ -1,14 +1,10 @@
-"""Predict mixtures of levels from recorded steps, and find the fastest that fits.
-
-Mixtures have at most two levels: between two corners of the lower convex hull of
-memory and time, more levels do not help. The first blocks keep less, because their values wait
-longest.
-"""
+"""Predict mixtures of levels from recorded steps, and find the fastest that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 from ..budget._intervals import Steps
@@ -66,7 +62,7 @@ class Measured:
 
     def uniform(self, level: str) -> StepEstimate:
         """Return memory and time with all blocks on one level."""
-        return self._step(level, self._blocks, level)
+        return self._estimate(self._all_on(level))
 
     def most_times(self, level: str, budget_bytes: int) -> float:
         """Return how many times the batch a step may have, with all blocks on one level.
@@ -74,7 +70,7 @@ class Measured:
         Activations, logits and loss grow with the batch; gradients do not.
         """
         room, found = budget_bytes - self._resident_bytes, list[float]()
-        for gradients, *varying in _reached(self._mixture(level, self._blocks, level)):
+        for gradients, *varying in _reached(self._steps.mixture(self._all_on(level))):
             if gradients > room:
                 return 0.0
             if any(varying):
@@ -82,37 +78,27 @@ class Measured:
         return min(found, default=0.0)
 
     def fastest(self, budget_bytes: int) -> StepEstimate | None:
-        """Return the fastest mixture that fits; of equally fast ones, the smallest."""
-        fitting = [one for one in self._steps_of_two() if one.peak_bytes <= budget_bytes]
-        return min(fitting, key=lambda one: (one.seconds, one.peak_bytes), default=None)
+        """Return the fastest mixture that fits."""
+        choice = self._steps.choose(budget_bytes - self._resident_bytes)
+        return None if choice is None else self._estimate(choice)
 
     def smallest(self) -> StepEstimate:
-        """Return the mixture with the lowest peak; of equal peaks, the fastest."""
-        return min(self._steps_of_two(), key=lambda one: (one.peak_bytes, one.seconds))
+        """Return the mixture with the lowest peak."""
+        return self._estimate(self._steps.least())
 
-    def _steps_of_two(self) -> Iterator[StepEstimate]:
-        """Yield all mixtures of at most two levels."""
-        for at, high in enumerate(self._names):
-            yield self.uniform(high)
-            for low in self._names[at + 1 :]:
-                for count in range(1, self._blocks):
-                    yield self._step(low, count, high)
-
-    def _step(self, low: str, count: int, high: str) -> StepEstimate:
-        """Return memory and time with the first `count` blocks on level `low`, the rest `high`."""
-        intervals = self._mixture(low, count, high)
+    def _estimate(self, choice: Sequence[int]) -> StepEstimate:
+        """Return memory and time of a mixture, given by the level of each block."""
+        intervals = list(self._steps.mixture(choice))
         seconds = self._optimizer_seconds + sum(each.ns for each in intervals) / SECOND
         most = max(_reached(intervals), key=sum)
-        levels = ((low, count), (high, self._blocks - count))
-        used = tuple((name, number) for name, number in levels if number)
-        return StepEstimate(used, self._resident_bytes + sum(most), most, seconds)
+        runs = tuple((self._names[level], len(list(same))) for level, same in groupby(choice))
+        return StepEstimate(runs, self._resident_bytes + sum(most), most, seconds)
 
-    def _mixture(self, low: str, count: int, high: str) -> list[Interval]:
-        first, rest = map(self._names.index, (low, high))
-        return list(self._steps.mixture([first] * count + [rest] * (self._blocks - count)))
+    def _all_on(self, level: str) -> list[int]:
+        return [self._names.index(level)] * self._blocks
 
 
-def _reached(intervals: Sequence[Interval]) -> Iterator[Causes]:
+def _reached(intervals: Iterable[Interval]) -> Iterator[Causes]:
     """Yield the peak of each interval."""
     now = gradients = logits = 0
     for each in intervals:

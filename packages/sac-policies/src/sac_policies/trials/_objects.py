@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -126,7 +126,7 @@ class Objects:
         for kind in type(module).__mro__:
             if _package(kind) in self._packages:
                 held = {name: each for name, each in vars(kind).items() if _is_plain(each)}
-                self._undo.append(partial(_put_class, kind, held))
+                self._undo.append(partial(_put_names, vars(kind), held, partial(setattr, kind)))
                 found += [*held.values(), vars(kind).get("forward")]
         return found
 
@@ -161,7 +161,8 @@ class Objects:
                 found.append(content)
         named = functions.named_globals(value)
         held = {name: each for name, each in named.items() if _is_plain(each)}
-        self._undo.append(partial(_put_globals, value.__globals__, held))
+        globals_ = value.__globals__
+        self._undo.append(partial(_put_names, globals_, held, globals_.__setitem__))
         return [*found, *held.values()]
 
 
@@ -184,10 +185,12 @@ def _put_content(cell: CellType, content: Any) -> None:
         cell.cell_contents = content
 
 
-def _put_globals(globals_: dict[str, Any], held: dict[str, Any]) -> None:
+def _put_names(
+    names: Mapping[str, Any], held: dict[str, Any], put: Callable[[str, Any], None]
+) -> None:
     for name, value in held.items():
-        if globals_.get(name, _MISSING) is not value:
-            globals_[name] = value
+        if names.get(name, _MISSING) is not value:
+            put(name, value)
 
 
 def _put_attributes(
@@ -195,15 +198,7 @@ def _put_attributes(
 ) -> None:
     for name in [name for name in attributes if name not in held and name not in left_out]:
         del attributes[name]
-    for name, value in held.items():
-        if attributes.get(name, _MISSING) is not value:
-            attributes[name] = value
-
-
-def _put_class(kind: type, held: dict[str, Any]) -> None:
-    for name, value in held.items():
-        if vars(kind).get(name, _MISSING) is not value:
-            setattr(kind, name, value)
+    _put_names(attributes, held, attributes.__setitem__)
 
 
 def _put_items(value: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:

@@ -64,7 +64,7 @@ def _allocated(tensor: Tensor, key: str, device: torch.device) -> Tensor:
     found = nn.Parameter(empty, tensor.requires_grad)
     vars(found).update(vars(tensor))
     found.__class__ = type(tensor)
-    for hook in post_accumulate_grad_hooks(tensor):
+    for hook in (post_accumulate_grad_hooks(tensor) or {}).values():
         found.register_post_accumulate_grad_hook(hook)
     try:
         torch.utils.swap_tensors(tensor, found)

@@ -38,7 +38,7 @@ from ...layout._layout import Segment, plan_segments
 from ...layout._options import UnitOptions, precision_of
 from ...layout._spec import ParamSpec, collect_params, place_of
 from .._sharded_module import ShardedModule, checked_flag, sharded_class
-from ..schedule._schedule import Schedule
+from ..schedule._schedule import Schedule, on_grad
 from ..state._first_step import install_step_hooks
 from ..state._state_hooks import install_module_hooks
 from ..tensor._param_piece import mark_replaced
@@ -223,7 +223,7 @@ def _plan_unit(
                 f"flat_param.fully_shard: {type(each).__name__} is sharded already, but a module "
                 "is one unit. Shard its parts first and then the module around them."
             )
-    taken = [param for unit in inner for part in unit.parts for param in part.held.params]
+    taken = [param for unit in inner for part in unit.parts for param in part.params]
     beside = [param for unit in inner for param in unit.ignored]
     given = () if ignored_params is None else ignored_params
     ignored = find_ignored(module, given, owned=taken, nested=beside)
@@ -234,8 +234,8 @@ def _plan_unit(
         for spec, local in zip(specs, map(local_of, params), strict=True)
     )
     named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
-    check_no_grads(named)
     check_owners("fully_shard", module, named, (UNIT, FLATTENED, IGNORED), never=(FLATTENED,))
+    check_no_grads(named)
     check_apart("fully_shard", module, params)
     place = one_device(specs, params, mesh)
     check_rules(options.boundary, specs)
@@ -293,6 +293,7 @@ def _make_unit(
             comms=comms,
             options=planned.options,
             device=planned.device,
+            on_grad=on_grad,
         )
         for segment in planned.segments
     ]
@@ -312,7 +313,7 @@ def _make_unit(
     )
     named = []
     for part in parts:
-        for spec, param in zip(part.segment.layout.specs, part.held.params, strict=True):
+        for spec, param in zip(part.segment.layout.specs, part.params, strict=True):
             named.append((spec.name, param))
             if param is not params[spec.name]:
                 mark_replaced(params[spec.name], name=spec.name)

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -45,14 +46,12 @@ class Agreement:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._parts = [part for unit in units for part in unit.trained]
-        for part in self._parts:
-            part.check_hooks()
         self._used = [flag for part in self._parts for flag in part.used]
         self._said: tuple[Tensor, SideWork | None] | None = None
         device = units[0].parts[0].device
         if units[0].comms.world_size == 1:
             return
-        if not is_capturing(device):
+        if device.type == "cpu" or not is_capturing(device):
             self._send(units[0].comms, device)
         elif not all(self._used):
             raise CommError(
@@ -78,7 +77,8 @@ class Agreement:
                 words = near.copy_(words, non_blocking=True)
         labels = [[label for trail in each for label in trail.recent] for each in (spread, copied)]
         for trail in (*spread, *copied):
-            trail.compared()
+            trail.checksum = 0
+            trail.recent.clear()
         if copy is None:
             _check(words, labels, comms)
         else:
@@ -89,6 +89,7 @@ class Agreement:
                 _check(previous.words, previous.labels, comms)
         self._said = said, copy
 
+    @torch.no_grad()
     def assign_grads(self) -> None:
         """Set `.grad` of all parameters that some rank has used. Not a collective."""
         agreed = self._used
@@ -97,9 +98,9 @@ class Agreement:
             if copy is not None:
                 copy.wait()
             agreed = [bool(flag) for flag in said[ORDER_BYTES:-ORDER_BYTES].tolist()]
+        flags = iter(agreed)
         for part in self._parts:
-            mine, agreed = agreed[: len(part.used)], agreed[len(part.used) :]
-            part.assign_grads(mine)
+            part.assign_grads(list(islice(flags, len(part.used))))
 
 
 def agree(reduced: Iterable[Unit]) -> list[Agreement]:

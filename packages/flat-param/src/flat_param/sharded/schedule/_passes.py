@@ -21,21 +21,18 @@ the order of collectives must not depend on it. Only when a unit is freed does.
 from __future__ import annotations
 
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..._torch_compat import backward_is_running
 from ...comm._comm import Pending
-from ..tensor._nested import tensors_in
+from ..unit._segment import ShardedSegment
 from ..unit._unit import Unit
-
-InputHook = Callable[[weakref.ref[Unit], "UnitForward", Tensor], None]
 
 
 @dataclass(eq=False)
@@ -46,64 +43,30 @@ class UnitForward:
 
     Attributes:
         unit: the unit, weakly, as leaves may outlive it.
-        inputs: number of its inputs that may get a gradient.
-        handles: of the hooks on them.
         versions: of the unit's leaves when it began.
+        inputs: number of its inputs that may get a gradient.
     """
 
     unit: weakref.ref[Unit]
     versions: Sequence[int] = ()
     inputs: int = 0
-    handles: list[RemovableHandle] = field(default_factory=list)
-
-    def hook(self, tensor: Tensor, function: InputHook) -> None:
-        """Call a function with the unit and this forward at the gradient of an input."""
-        self.handles.append(tensor.register_hook(partial(function, self.unit, self)))
-        self.inputs += 1
 
 
+@dataclass
 class UnitInputs:
-    """The inputs of a unit's forwards in a pass, with hooks on their gradients."""
+    """The inputs of a unit's forwards in a pass, with hooks on their gradients.
 
-    def __init__(self, unit: Unit) -> None:
-        self._forwards: list[weakref.ref[UnitForward]] = []
-        # Leaves, such as parameters that the unit ignores, outlive graphs, so they have one hook.
-        self._leaves = UnitForward(weakref.ref(unit))
-        self._known: dict[int, weakref.ref[Tensor]] = {}
+    Leaves, such as parameters that the unit ignores, outlive graphs, so they have one hook each.
 
-    def hook(self, forward: UnitForward, inputs: Any, function: InputHook) -> None:
-        """Hook the inputs of a forward, each once."""
-        self._forwards = [each for each in self._forwards if each() is not None]
-        self._forwards.append(weakref.ref(forward))
-        hooked: set[int] = set()
-        for tensor in tensors_in(inputs):
-            if not tensor.requires_grad or id(tensor) in hooked:
-                continue
-            hooked.add(id(tensor))
-            if not tensor.is_leaf:
-                forward.hook(tensor, function)
-                continue
-            known = self._known.get(id(tensor))
-            if known is None or known() is not tensor:
-                self._leaves.hook(tensor, function)
-                self._known[id(tensor)] = weakref.ref(tensor)
+    Attributes:
+        forwards: the forwards, weakly: the graph of one may be dropped.
+        leaves: all leaves among the inputs, as the inputs of one forward.
+        known: each of these leaves by its `id`, and its hook.
+    """
 
-    def _alive(self) -> list[UnitForward]:
-        """The forwards whose graph exists, and one for all leaves."""
-        found = [each() for each in self._forwards]
-        return [self._leaves, *[forward for forward in found if forward is not None]]
-
-    def count(self, arrived: Counter[UnitForward]) -> tuple[int, int]:
-        """Number of inputs that may get a gradient, and of those without one."""
-        forwards = self._alive()
-        inputs = sum([each.inputs for each in forwards])
-        return inputs, inputs - sum([arrived[each] for each in forwards])
-
-    def end(self) -> None:
-        """Remove the hooks: no backward will reach them."""
-        for forward in self._alive():
-            for handle in forward.handles:
-                handle.remove()
+    leaves: UnitForward
+    forwards: list[weakref.ref[UnitForward]] = field(default_factory=list)
+    known: dict[int, tuple[weakref.ref[Tensor], RemovableHandle]] = field(default_factory=dict)
 
 
 @dataclass
@@ -123,14 +86,9 @@ class Pass:
     forward: ForwardPass | None = None
     backward: BackwardPass | None = None
     chain: dict[Unit, bool] = field(default_factory=dict)
-    around: defaultdict[Unit, set[Unit]] = field(default_factory=lambda: defaultdict(set))
+    around: defaultdict[Unit, set[Unit]] = field(default_factory=partial(defaultdict, set))
     inputs: dict[Unit, UnitInputs] = field(default_factory=dict)
     is_spent: bool = False
-
-    def end(self) -> None:
-        """Remove the hooks on inputs: no backward will reach them."""
-        for each in self.inputs.values():
-            each.end()
 
 
 @dataclass
@@ -159,13 +117,15 @@ class BackwardPass:
     Attributes:
         sync: whether it reduces gradients over ranks.
         callback: dead when the engine has dropped the backward.
-        to_gather: units that will be unsharded, in order.
+        to_gather: units that are unsharded, in order.
+        places: their positions in it.
         to_reduce: units whose gradients will be reduced, in order.
         units: the state of each unit.
         is_differentiated: whether `create_graph` is set, so that a later backward may read
             parameters.
+        gathered: number of gathers that have begun.
         ready: units that have all their gradients.
-        reducing: reductions in flight, and functions that begin those over replicas.
+        reducing: reductions in flight.
         summing: reductions over replicas in flight.
         reduced: units whose reduction has begun or is finished.
         ending: whether only the finalize step is left.
@@ -175,12 +135,14 @@ class BackwardPass:
     sync: bool
     callback: weakref.ref[Callable[[], None]]
     to_gather: list[Unit]
+    places: dict[Unit, int]
     to_reduce: list[Unit]
     units: dict[Unit, UnitBackward]
     is_differentiated: bool
+    gathered: int = 0
     ready: set[Unit] = field(default_factory=set)
-    reducing: list[tuple[Pending, Callable[[], Pending]]] = field(default_factory=list)
-    summing: list[Pending] = field(default_factory=list)
+    reducing: list[tuple[Unit, ShardedSegment, Pending]] = field(default_factory=list)
+    summing: list[tuple[Unit, ShardedSegment, Pending]] = field(default_factory=list)
     reduced: list[Unit] = field(default_factory=list)
     ending: bool = False
     failed: bool = False
@@ -211,6 +173,6 @@ class UnitBackward:
     inner: int = 0
     begun: bool = False
     arrived: int = 0
-    inputs_arrived: Counter[UnitForward] = field(default_factory=Counter)
+    inputs_arrived: dict[UnitForward, int] = field(default_factory=dict)
     freed: bool = False
     summed: bool = False

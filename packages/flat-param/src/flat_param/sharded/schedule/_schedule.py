@@ -29,7 +29,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -37,12 +37,12 @@ import torch
 from torch import Tensor, nn
 
 from ..._errors import StateError
-from ..._torch_compat import at_end_of_backward
+from ..._torch_compat import at_end_of_backward, is_view, version_of, will_run
 from ...comm._comm import BufferPool, CommLog
 from ...comm._streams import is_capturing
-from ..tensor._nested import cast_floats, hook_nodes, tensors_in
+from ..tensor._nested import cast_floats, tensors_in
 from ..unit._segment import ShardedSegment
-from ..unit._strays import look_for_strays
+from ..unit._strays import look_for_strays, registrations
 from ..unit._unit import Unit
 from ._order import agree
 from ._passes import BackwardPass, ForwardPass, Pass, UnitBackward, UnitForward, UnitInputs
@@ -107,79 +107,99 @@ class Schedule:
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshard a unit, and hook its inputs. Collective."""
-        if unit.options.cpu_offload and unit.parts and is_capturing(unit.parts[0].device):
+        options = unit.options
+        if options.cpu_offload and unit.parts and is_capturing(unit.parts[0].device):
             raise StateError(
                 f"flat_param.fully_shard: unit '{unit.name}' has an offload_policy and a graph is "
                 "being captured, but gradients cannot be moved to the host during a capture. "
                 "Capture without offload_policy, or run this module outside of the capture."
             )
-        if not self.depth:
+        if unit.looked_at != registrations.count and not self.depth:
             look_for_strays(unit, self.units)
         self.settle()
-        recomputes = self.current.backward is not None
-        begun = None if recomputes else self._enter(unit)
-        unit.unshard()
-        unit.compute_with_leaves()
-        if begun is not None:
-            self._prefetch_forward(unit)
+        if self.current.backward is not None:
+            unit.begin(recomputes=True)
+        else:
+            forward = self.current.forward or self._begin_forward()
+            begun = UnitForward(weakref.ref(unit))
+            around = self.current.around[unit]
+            around.update(forward.units, forward.incomplete)
+            around.discard(unit)  # a module that calls itself
+            forward.units.append(unit)
+            forward.begun.append(begun)
+            forward.order.append(unit)
+            unit.begin()
+            begun.versions = list(map(version_of, unit.gathered_leaves))
+            self._prefetch_forward(forward, unit)
             if torch.is_grad_enabled():
-                found = self.current.inputs
-                if unit not in found:
-                    found[unit] = UnitInputs(unit)
-                found[unit].hook(begun, (args, kwargs, unit.ignored), _on_input_grad)
-        policy = unit.options.precision
-        dtype = policy.param_dtype if policy.cast_forward_inputs else None
-        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+                self._hook_inputs(unit, begun, (args, kwargs, unit.ignored))
+        policy = options.precision
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            return cast_floats(args, policy.param_dtype), cast_floats(kwargs, policy.param_dtype)
+        return args, kwargs
 
-    def _enter(self, unit: Unit) -> UnitForward:
-        """Record that a unit's forward begins."""
-        forward = self.current.forward
-        if forward is None:
-            if self.current.is_spent:
-                self.current.end()
-                self.current = Pass()
-            elif self.current.chain:
-                # A backward may have been stopped before its pass was recorded here.
-                for each in self.units:
-                    each.drop_leaf_grads()
-            self.current.forward = forward = ForwardPass()
-        around = self.current.around[unit]
-        around.update(forward.units, forward.incomplete)
-        around.discard(unit)  # a module that calls itself
-        begun = UnitForward(weakref.ref(unit), unit.leaf_versions())
-        forward.units.append(unit)
-        forward.begun.append(begun)
-        forward.order.append(unit)
-        unit.reshard_if_stale()
-        return begun
+    def _begin_forward(self) -> ForwardPass:
+        """Begin an outermost forward."""
+        if self.current.is_spent:
+            for inputs in self.current.inputs.values():
+                for _, handle in inputs.known.values():
+                    handle.remove()
+            self.current = Pass()
+        elif self.current.chain:
+            # A backward may have been stopped before its pass was recorded here.
+            for each in self.units:
+                each.drop_leaf_grads()
+        self.current.forward = forward = ForwardPass()
+        return forward
 
-    def _prefetch_forward(self, unit: Unit) -> None:
-        forward = self.current.forward
-        assert forward is not None
+    def _prefetch_forward(self, forward: ForwardPass, unit: Unit) -> None:
         here, last = len(forward.order) - 1, self._last_order
-        following = [each for each in unit.forward_prefetch if each not in forward.order]
-        if not unit.forward_prefetch and here < len(last) and last[here] is unit:
+        following: Sequence[Unit] = ()
+        if unit.forward_prefetch:
+            following = [each for each in unit.forward_prefetch if each not in forward.order]
+        elif here < len(last) and last[here] is unit:
             following = last[here + 1 : here + 2]
         for each in following:
-            if each.is_stale and not each.is_by_hand:
-                each.reshard()
-            if not each.is_gathered:
+            if each.prefetch():
                 forward.ahead.append(each)
-                each.start_gather()
+
+    def _hook_inputs(self, unit: Unit, begun: UnitForward, values: Any) -> None:
+        """Have `_on_input_grad` called at the gradient of each input, once."""
+        found = self.current.inputs.get(unit)
+        if found is None:
+            found = self.current.inputs[unit] = UnitInputs(UnitForward(begun.unit))
+        found.forwards = [each for each in found.forwards if each() is not None]
+        found.forwards.append(weakref.ref(begun))
+        hooked: set[int] = set()
+        for tensor in tensors_in(values):
+            if not tensor.requires_grad or id(tensor) in hooked:
+                continue
+            hooked.add(id(tensor))
+            if not tensor.is_leaf:
+                tensor.register_hook(partial(_on_input_grad, begun))
+                begun.inputs += 1
+                continue
+            known = found.known.get(id(tensor))
+            if known is None or known[0]() is not tensor:
+                handle = tensor.register_hook(partial(_on_input_grad, found.leaves))
+                found.known[id(tensor)] = weakref.ref(tensor), handle
+                found.leaves.inputs += 1
 
     def _post_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
         """Hook the outputs of a unit, reshard it unless backward begins here, cast the outputs."""
         returns = keeps = False
+        forward = None if self.current.backward is not None else self.current.forward
         if torch.is_grad_enabled():
-            tensors = list(tensors_in(output))
+            tensors = tensors_in(output)
             begun = [] if self.current.forward is None else self.current.forward.begun[-1:]
             # A graph may be the only reference to the schedule, and keeps its `UnitForward`.
             told = partial(self._on_output_grad, unit, *begun)
-            returns = hook_nodes(tensors, told) or not tensors
+            returns = _hook_nodes(tensors, told) or not tensors
             keeps = returns and (self.depth == 1 or not tensors or not unit.frees_after_forward)
-        if self.current.backward is None and self.current.forward is not None:
-            self._leave(self.current.forward, unit, module, returns=returns, keeps=keeps)
-        return cast_floats(output, unit.options.precision.output_dtype)
+        if forward is not None:
+            self._leave(forward, unit, module, returns=returns, keeps=keeps)
+        dtype = unit.options.precision.output_dtype
+        return output if dtype is None else cast_floats(output, dtype)
 
     def _leave(
         self, forward: ForwardPass, unit: Unit, module: nn.Module, *, returns: bool, keeps: bool
@@ -188,7 +208,9 @@ class Schedule:
 
         A unit of several modules stays unsharded until all were called.
         """
-        unit.check_unwritten(forward.begun[-1].versions)
+        versions = forward.begun[-1].versions
+        if list(map(version_of, unit.gathered_leaves)) != versions:
+            raise unit.was_written(versions)
         forward.units.pop()
         forward.begun.pop()
         chain = self.current.chain
@@ -208,7 +230,8 @@ class Schedule:
                 chain[unit] = False
         else:
             unit.reshard()
-            self.was_freed(unit)
+            if unit in chain:
+                chain[unit] = True
         if forward.units:
             return
         for each in {*self._last_order, *forward.ahead} - set(forward.order):
@@ -247,16 +270,31 @@ class Schedule:
     # Backward.
 
     def _on_output_grad(self, unit: Unit, *_: object) -> None:
-        """Pre-backward: unshard the unit, and begin to gather the next ones. Collective."""
-        state = self._standing(unit)
+        """Pre-backward: unshard all units up to this one, and gather the next ones. Collective."""
+        state, current = self._standing(unit), self.current.backward
         if state.begun or state.freed:
             return
+        assert current is not None
         state.begun = True
         if unit.unshards_in_backward:
-            self._gather_for_backward(unit)
-            unit.unshard()
-        unit.compute_with_leaves()
+            places = current.places
+            if places.get(unit, -1) >= current.gathered:
+                self._gather_until(current, places[unit] + 1)
+                unit.unshard()
+            stop = current.gathered + 1
+            if unit.backward_prefetch:
+                stop = max(places.get(each, -1) + 1 for each in unit.backward_prefetch)
+            self._gather_until(current, stop)
+            unit.begin(recomputes=True)
+        else:
+            unit.set_leaves()
         self._advance(unit, state)
+
+    def _gather_until(self, current: BackwardPass, stop: int) -> None:
+        """Begin to gather the first `stop` units of a backward. Collective."""
+        for unit in current.to_gather[current.gathered : stop]:
+            current.gathered += 1
+            unit.start_gather(in_backward=True)
 
     def on_input_grad(self, unit: Unit, forward: UnitForward) -> None:
         """Handle the gradient of an input or of an ignored parameter.
@@ -264,14 +302,18 @@ class Schedule:
         It may be the gradient of another loss, so it starts no backward pass.
         """
         current = self.current.backward
-        if current is not None and not current.was_stopped and unit in current.units:
-            state = current.units[unit]
-            state.inputs_arrived[forward] += 1
+        if current is None or current.failed or current.callback() is None:
+            return
+        if (state := current.units.get(unit)) is not None:
+            state.inputs_arrived[forward] = state.inputs_arrived.get(forward, 0) + 1
             self._advance(unit, state)
 
     def on_grad(self, unit: Unit, part: ShardedSegment, index: int) -> None:
         """Handle the gradient of a leaf."""
-        state = self._standing(unit)
+        current, state = self.current.backward, None
+        if current is not None and not current.failed and current.callback() is not None:
+            state = current.units.get(unit)
+        state = state or self._standing(unit)
         if state.summed:
             where = f"unit {unit.name!r}" if unit.name else "the outermost unit"
             raise StateError(
@@ -292,11 +334,20 @@ class Schedule:
         """Reduce and reshard a unit as soon as the docstring of the file allows it."""
         if not state.begun or state.arrived < state.expected or state.freed:
             return
-        found = self.current.inputs.get(unit)
-        inputs, missing = (0, 0) if found is None else found.count(state.inputs_arrived)
-        if state.expected == len(unit.nodes) or (inputs and missing <= 0):
-            current = self.current.backward
-            assert current is not None
+        current = self.current.backward
+        assert current is not None
+        is_ready = unit in current.ready
+        if is_ready and state.inner:
+            return
+        inputs = missing = 0
+        if (found := self.current.inputs.get(unit)) is not None:
+            inputs = found.leaves.inputs
+            missing = inputs - state.inputs_arrived.get(found.leaves, 0)
+            for alive in found.forwards:
+                if (forward := alive()) is not None:
+                    inputs += forward.inputs
+                    missing += forward.inputs - state.inputs_arrived.get(forward, 0)
+        if not is_ready and (state.expected == len(unit.nodes) or (inputs and missing <= 0)):
             current.ready.add(unit)
             while current.to_reduce and current.to_reduce[0] in current.ready:
                 self._reduce(current, current.to_reduce.pop(0))
@@ -311,7 +362,7 @@ class Schedule:
         if current.failed or current.callback() is None:
             # Of older gradients, a loop over the module's parameters may have cleared the leaves'.
             parts = [part for each in self.units for part in each.parts]
-            if any(param.grad is not None for part in parts for param in part.held.params):
+            if any(param.grad is not None for part in parts for param in part.params):
                 raise StateError(
                     "flat_param.fully_shard: an exception stopped the last backward, and another "
                     "one was called without a forward while older gradients are there. Run the "
@@ -321,7 +372,7 @@ class Schedule:
             return self._standing(unit)
         state = current.units.get(unit)
         if state is None:  # its forward had no output that leads back into it
-            state = current.units[unit] = UnitBackward(unit.count_expected())
+            state = current.units[unit] = UnitBackward(sum(map(will_run, unit.nodes)))
             if current.sync:
                 current.to_reduce.append(unit)
             else:
@@ -339,18 +390,20 @@ class Schedule:
         to_gather: dict[Unit, None] = {}
         for unit in order:
             to_gather |= dict.fromkeys((unit, *unit.backward_prefetch))
-        units = {unit: UnitBackward(unit.count_expected()) for unit in chain}
+        units = {unit: UnitBackward(sum(map(will_run, unit.nodes))) for unit in chain}
         for unit, state in units.items():
             for outer in self.current.around[unit] if state.expected else ():
                 if outer in units:
                     units[outer].inner += 1
         if not sync:
             self._accumulated |= dict.fromkeys(trained)
+        freed = [each for each in to_gather if chain.get(each) and each.unshards_in_backward]
         self.current.is_spent = True
         self.current.backward = backward = BackwardPass(
             sync=sync,
             callback=weakref.ref(callback, partial(_on_end, weakref.ref(self))),
-            to_gather=[each for each in to_gather if chain.get(each) and each.unshards_in_backward],
+            to_gather=freed,
+            places={unit: place for place, unit in enumerate(freed)},
             to_reduce=[*trained, *late] if sync else [],
             units=units,
             is_differentiated=torch.is_grad_enabled(),
@@ -378,47 +431,34 @@ class Schedule:
             sync=True,
             callback=weakref.ref(callback),
             to_gather=[],
+            places={},
             to_reduce=list(self._accumulated),
             units={},
             is_differentiated=False,
         )
         callback()
 
-    def _gather_for_backward(self, unit: Unit) -> None:
-        """Begin to gather all units up to this one, and the next ones. Collective."""
-        assert self.current.backward is not None
-        queue = self.current.backward.to_gather
-        if unit in queue:
-            for _ in range(queue.index(unit) + 1):
-                queue.pop(0).start_gather(in_backward=True)
-            unit.unshard()
-        listed = unit.backward_prefetch
-        ahead = max((queue.index(each) + 1 for each in listed if each in queue), default=0)
-        for _ in range(ahead if listed else min(1, len(queue))):
-            queue.pop(0).start_gather(in_backward=True)
-
     def _reduce(self, current: BackwardPass, unit: Unit) -> None:
         self._advance_reductions(current)
         if unit in current.units:
             current.units[unit].summed = True
         for part in unit.trained:
-            current.reducing.append(part.start_reduce(unit, self.pool))
+            current.reducing.append((unit, part, part.start_reduce(self.pool)))
         current.reduced.append(unit)
-        if all(pending.work is None for pending, _ in current.reducing):
+        if all(pending.work is None for _, _, pending in current.reducing):
             self._advance_reductions(current)
 
     def _advance_reductions(self, current: BackwardPass) -> None:
         """Finish reductions over replicas, and begin those of the unit before. Collective."""
-        for pending in current.summing:
+        for unit, part, pending in current.summing:
             pending.wait()
+            part.finish_sum(unit)
         current.summing = []
-        for pending, start_sum in current.reducing:
+        for unit, part, pending in current.reducing:
             pending.wait()
-            following = start_sum()
-            if following.work is None:
-                following.wait()
-            else:
-                current.summing.append(following)
+            following = part.start_sum(unit, self.pool)
+            if following is not None:
+                current.summing.append((unit, part, following))
         current.reducing = []
 
     def _release(self, unit: Unit) -> None:
@@ -432,7 +472,8 @@ class Schedule:
         if frees:
             unit.reshard()
         else:
-            unit.end_show()
+            if unit.is_by_hand:
+                unit.end_show()
             unit.swap_out()
 
     def _end_backward(self) -> None:
@@ -441,14 +482,17 @@ class Schedule:
             return
         current.ending = True
         try:
-            while current.to_gather:
-                skipped = current.to_gather.pop(0)
+            for skipped in current.to_gather[current.gathered :]:
                 skipped.unshard()
                 skipped.reshard()
             while current.to_reduce:
                 self._reduce(current, current.to_reduce.pop(0))
-            kept = [unit for unit in current.reduced if unit.keeps_sums]
-            agreements = agree(unit for unit in current.reduced if not unit.keeps_sums)
+            kept = [
+                unit
+                for unit in current.reduced
+                if not unit.sums_copies and unit.comms.replicate.group is not None
+            ]
+            agreements = agree(unit for unit in current.reduced if unit not in kept)
             for _ in range(2):
                 self._advance_reductions(current)
             for unit, state in current.units.items():
@@ -498,10 +542,45 @@ class Schedule:
         return found + begun[::-1]
 
 
-def _on_input_grad(unit_ref: weakref.ref[Unit], forward: UnitForward, _: Tensor) -> None:
-    unit = unit_ref()
+def _hook_nodes(tensors: Iterable[Tensor], told: Callable[[object], None]) -> bool:
+    """Place a hook on the autograd nodes of tensors; return whether there was a node.
+
+    An in-place operation on a view replaces the view's node, but not its base's.
+    """
+    is_hooked = False
+    for node, tensor in ((tensor.grad_fn, tensor) for tensor in tensors):
+        if node is None:
+            continue
+        is_hooked = True
+        node.register_prehook(told)
+        for behind, _ in node.next_functions if is_view(tensor) else ():
+            if behind is not None:
+                behind.register_prehook(told)
+    return is_hooked
+
+
+def _on_input_grad(forward: UnitForward, *_: object) -> None:
+    unit = forward.unit()
     if unit is not None:
-        unit.schedule.on_input_grad(unit, forward)
+        schedule = unit.schedule_ref() or unit.schedule  # which raises
+        schedule.on_input_grad(unit, forward)
+
+
+def on_grad(part_ref: weakref.ref[ShardedSegment], index: int, leaf: Tensor) -> None:
+    """Handle the gradient of a leaf; its unit may be deleted."""
+    part = part_ref()
+    unit = None if part is None else part.unit()
+    if part is None or unit is None:
+        return
+    if part.leaves[index] is not leaf:
+        leaf.grad = None
+        raise StateError(
+            "flat_param.fully_shard: this backward belongs to a forward before .to() or an "
+            "interrupted step, but full parameters have had other memory since then. Run the "
+            "forward again."
+        )
+    schedule = unit.schedule_ref() or unit.schedule  # which raises
+    schedule.on_grad(unit, part, index)
 
 
 def _on_end(schedule_ref: weakref.ref[Schedule], callback: weakref.ref[Callable[[], None]]) -> None:

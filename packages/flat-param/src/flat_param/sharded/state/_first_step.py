@@ -35,9 +35,8 @@ from torch.optim.optimizer import (
 
 from ..._errors import ParameterError
 from ..._torch_compat import unhooked_step, without_torch_function
-from ...buffers._elementwise import ELEMENTWISE
-from ...buffers._twins import trial_of
-from ..tensor._param_piece import piece_of
+from ...buffers._optimizers import ELEMENTWISE, trial_of
+from ..tensor._param_piece import PIECE, piece_of
 from ..tensor._piece_tensors import as_piece, be_piece, plain
 from ..tensor._reductions import Trial
 from ._optim_state import follow, params_of, settle
@@ -72,7 +71,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not hasattr(optimizer, "is_twin"):
-        pieces = [piece_of(param) for param in params_of(optimizer)]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        pieces = [getattr(param, PIECE, None) for param in params]
         for segment in {piece.segment for piece in pieces if piece is not None}:
             segment.steps += 1
 

@@ -1,48 +1,39 @@
-"""Find, cast and hook the tensors in the inputs and outputs of a module."""
+"""Find and change the tensors in nested values, such as inputs and outputs of a module."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..._torch_compat import is_view
 
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in nested tuples, lists, mappings and dataclasses.
 
     Example:
         >>> [t.numel() for t in tensors_in((torch.ones(1), {"a": [torch.ones(2), "text"]}))]
         [1, 2]
     """
+    items: Iterable[Any] = ()
     if isinstance(value, Tensor):
-        yield value
+        return [value]
+    if isinstance(value, (tuple, list)):
+        items = value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
+        items = value.values()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for item in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, item.name))
-
-
-def producers(tensor: Tensor) -> list[Any]:
-    """Return the nodes that run in backward when a gradient of `tensor` arrives.
-
-    An in-place operation on a view replaces the view's node, but not its base's.
-    """
-    node = tensor.grad_fn
-    if node is None:
-        return []
-    behind = [next_node for next_node, _ in node.next_functions if next_node is not None]
-    return [node, *behind] if is_view(tensor) else [node]
+        items = [getattr(value, item.name) for item in dataclasses.fields(value)]
+    found: list[Tensor] = []
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(item)
+        else:
+            found += tensors_in(item)
+    return found
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -67,16 +58,6 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
-    """Cast every floating-point tensor in the value to `dtype`; None casts nothing."""
-    if dtype is None:
-        return value
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating-point tensor in the value to `dtype`."""
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-
-def hook_nodes(tensors: Iterable[Tensor], told: Callable[[object], None]) -> bool:
-    """Place a hook on the autograd node of each tensor; return whether there was a node."""
-    nodes = [node for tensor in tensors for node in producers(tensor)]
-    for node in nodes:
-        node.register_prehook(told)
-    return bool(nodes)

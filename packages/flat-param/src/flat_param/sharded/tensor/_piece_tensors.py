@@ -18,6 +18,7 @@ If this rank has all elements, everything runs on them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from math import prod
@@ -87,10 +88,14 @@ def _get(func: Any, args: Any) -> Any:
 def _question(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if name in _WHOLE_SHAPE and INITIALISERS.frame():
         return _shape_of_whole(func, args, kwargs)
-    if name in ("detach", "is_complex") and COLLECTIVES.frame():
-        raise _refused("a collective", args, kwargs)
+    if name in ("detach", "is_complex") and not torch.compiler.is_compiling():
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        if caller.startswith("torch.distributed.") and COLLECTIVES.frame():
+            raise _refused("a collective", args, kwargs)
     if name in ("numel", "nelement") and Trial.is_on:
         Trial.called.add("numel")
+    if name == "register_hook" and isinstance(args[0], PieceParameter):
+        raise _hook_refused(args[0])
     if name == "__repr__" and not torch.compiler.is_compiling():
         return _text(args[0])
     with without_torch_function():
@@ -193,7 +198,7 @@ def _marked(found: Any, *args: Any, name: str = "") -> Any:
 def _norm(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     order = order_of(name, args, kwargs)
     given = args[0] if name == "_foreach_norm" else [args[0]]
-    pieces = [piece_of(each) for each in given]
+    pieces = [getattr(each, PIECE, None) for each in given]
     if order is None or dims_of(name, args, kwargs) is not None or _wants_matrix(name, args):
         return _other(name, func, args, kwargs)
     if all(piece is None or not _is_spread(piece) for piece in pieces):
@@ -206,7 +211,8 @@ def _norm(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     Trial.called.add("reduction")
     with torch.no_grad():
         found: Any = norms_of_pieces(local, parts, order)
-    found = [_without_gradient(norm, each) for norm, each in zip(found, given, strict=True)]
+    if torch.is_grad_enabled():
+        found = [_without_gradient(norm, each) for norm, each in zip(found, given, strict=True)]
     return found if name == "_foreach_norm" else found[0]
 
 
@@ -456,7 +462,7 @@ def _write_items_of(shard: Any) -> Any:
     return lambda name, _: function(name, shard)
 
 
-allow_foreach(PieceParameter)
+allow_foreach(Piece, PieceParameter)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -545,6 +551,14 @@ def _not_in_graphs(name: str, piece: Any) -> StateError:
         "code does that looks for its node in the graph, but only unsharded parameters are in "
         "graphs. Use register_post_accumulate_grad_hook, and of torch's pipelines GPipe, 1F1B or "
         "Interleaved1F1B."
+    )
+
+
+def _hook_refused(param: Tensor) -> ParameterError:
+    return ParameterError(
+        f"flat_param.fully_shard: parameter {getattr(param, PIECE).label} has a hook of "
+        "register_hook, but autograd only sees unsharded parameters, so it would never be called. "
+        "Use register_post_accumulate_grad_hook, which gets this rank's piece."
     )
 
 

@@ -159,7 +159,7 @@ def _copies_of(part: ShardedSegment) -> tuple[nn.Parameter, ...]:
     """Gather the full parameters of a segment into new memory, in the shard's dtype. Collective."""
     full = torch.empty(part.plan.numel, dtype=part.shard.dtype, device=part.device)
     part.gather_into(full).wait()
-    wholes = zip(param_views(full, part.segment.layout), part.held.params, strict=True)
+    wholes = zip(param_views(full, part.segment.layout), part.params, strict=True)
     return tuple(
         nn.Parameter(part.placed(index, whole), requires_grad=param.requires_grad)
         for index, (whole, param) in enumerate(wholes)

@@ -32,15 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ..._errors import ParameterError, StateError
-from ..._torch_compat import (
-    assign_grad,
-    post_accumulate_grad_hooks,
-    with_grad_hook,
-    without_torch_function,
-)
+from ..._errors import ParameterError
+from ..._torch_compat import post_accumulate_grad_hooks, without_torch_function
 from ...buffers._dtensors import as_plain, local_of, place_of_dtensor
-from ...buffers._views import GradBuffer, ParamViews, memory_order, param_views, zero_gaps_
+from ...buffers._views import memory_order, param_views
 from ...comm._comm import BufferPool, Pending
 from ...comm._groups import CommGroups, spread_of
 from ...comm._streams import (
@@ -54,8 +49,10 @@ from ...comm._streams import (
 from ...layout._layout import Segment
 from ...layout._options import UnitOptions, compute_dtype, reduction_dtype
 from ...layout._shard import plan_shard
-from ..tensor._param_piece import ParamPiece, PieceSegment
-from ..tensor._piece_tensors import as_piece, be_piece
+from ..tensor._param_piece import PIECE, ParamPiece, PieceSegment
+from ..tensor._piece_tensors import Piece, be_piece
+
+LeafHook = Callable[["weakref.ref[ShardedSegment]", int, Tensor], None]
 
 
 class ShardedSegment:
@@ -68,9 +65,12 @@ class ShardedSegment:
         comms: the unit's process groups.
         options: of the unit.
         device: of full parameters.
+        on_grad: called with a weak reference to the segment, and number and tensor of a leaf that
+            has a gradient.
 
     Attributes:
-        held: the optimizer's parameters as views of the shard.
+        params: the optimizer's parameters, views of the shard.
+        pointers: the addresses of these views.
         leaves: the full parameters that the module computes with, in layout order.
         pieces: the piece of each parameter.
         unit: a weak reference to its unit.
@@ -78,12 +78,14 @@ class ShardedSegment:
         nodes: graph nodes that accumulate the gradients of the leaves; none of a frozen segment.
         grad_dtype: of the reduction.
         used: which leaves had a gradient on this rank in the sums since `.grad` was last set.
-        arriving: this rank's gradients of the running backward.
+        arriving: this rank's gradients of the running backward, `full_grad`.
+        arrived: which leaves have a gradient there.
         kept: this rank's sum, `(shard,)`, if it waits for the reduction over replicas.
     """
 
     used: list[bool]
-    arriving: GradBuffer | None
+    arriving: Tensor | None
+    arrived: list[bool]
     kept: Tensor | None
     _reduced: Tensor | None
     _borrowed: Tensor | None
@@ -97,6 +99,7 @@ class ShardedSegment:
         comms: CommGroups,
         options: UnitOptions,
         device: torch.device,
+        on_grad: LeafHook,
     ) -> None:
         self.segment = segment
         self.comms = comms
@@ -114,7 +117,14 @@ class ShardedSegment:
         home = torch.device("cpu") if options.cpu_offload else device
         dtype, numel = segment.layout.dtype, self.plan.shard_numel
         self.shard = torch.zeros(numel, dtype=dtype, device=home, pin_memory=self.pins(home))
-        self.held = self._move_into_shard(params)
+        specs, offsets = segment.layout.specs, segment.layout.offsets
+        self._places = [
+            (spec.shape, spec.stride, at) for spec, at in zip(specs, offsets, strict=True)
+        ]
+        self._gaps = (*segment.layout.gaps, (segment.layout.numel, self.plan.numel))
+        self._skips = any(piece.skips for piece in self.pieces)
+        self._on_grad = on_grad
+        self.params = self._move_into_shard(params)
         self._mark_params()
         self.unit: Callable[[], Any] = lambda: None
         self._users: list[torch.Stream] = []  # streams that read the full buffer
@@ -124,17 +134,21 @@ class ShardedSegment:
         self.make_full()
 
     @torch.no_grad()
-    def _move_into_shard(self, params: Sequence[nn.Parameter]) -> ParamViews:
+    def _move_into_shard(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Copy one parameter after another, so that only one is in memory twice."""
-        views = [piece.view(self.shard) for piece in self.pieces]
+        self._make_views()
         moved = []
         for index, param in enumerate(params):
             self.load_full(index, param.detach())
-            moved.append(as_plain(param, views[index]))
-        return ParamViews(moved, views)
+            moved.append(as_plain(param, self._views[index]))
+        return moved
+
+    def _make_views(self) -> None:
+        self._views = [piece.view(self.shard) for piece in self.pieces]
+        self.pointers = list(map(Tensor.data_ptr, self._views))
 
     def _mark_params(self) -> None:
-        for param, piece in zip(self.held.params, self.pieces, strict=True):
+        for param, piece in zip(self.params, self.pieces, strict=True):
             be_piece(param, piece)
 
     def make_full(self) -> None:
@@ -158,7 +172,9 @@ class ShardedSegment:
         for index, leaf in enumerate(trained):
             # Weak: the garbage collector does not see the reference that C++ holds to hooks. A
             # strong hook would keep the unit, its module and its process groups alive.
-            leaf.register_post_accumulate_grad_hook(partial(_on_grad, weakref.ref(self), index))
+            leaf.register_post_accumulate_grad_hook(
+                partial(self._on_grad, weakref.ref(self), index)
+            )
         self.grad_dtype = reduction_dtype(self.options.precision, self.shard.dtype)
         self.forget_grads()
         if not self.aliased:
@@ -210,14 +226,17 @@ class ShardedSegment:
         return pending.then(work.wait)
 
     def _gather(self, full: Tensor) -> Pending:
-        if not full.untyped_storage().nbytes():
-            full.untyped_storage().resize_(full.nbytes)
+        memory = full.untyped_storage()
+        if not memory.nbytes():
+            memory.resize_(full.nbytes)
         comm, plan, part = self.comms.gather, self.plan, self.shard
         staged = full if plan.even else full.new_empty(plan.world_size * plan.shard_numel)
         if part.device != full.device and comm.world_size == 1 and part.dtype == full.dtype:
             part = full.copy_(part, non_blocking=True)
         else:
-            part = part.to(full.device, non_blocking=True).to(full.dtype)
+            if part.device != full.device:
+                part = part.to(full.device, non_blocking=True)
+            part = part.to(full.dtype)
         pending = comm.all_gather(staged, part)
         return pending if staged is full else pending.then(partial(self._unstage, full, staged))
 
@@ -261,34 +280,35 @@ class ShardedSegment:
             elements = memory_order(whole, piece.spec.stride)[piece.start : piece.stop]
             piece.flat(self.shard).copy_(elements)
 
-    def take_moved(self, moved: Sequence[int]) -> None:
-        """Copy values that parameters have in other memory into the shard."""
-        for index in moved:
-            values, view = self.held.params[index].detach(), self.held.views[index]
+    def take_moved(self) -> None:
+        """Copy values of parameters that have other memory into the shard."""
+        for param, piece, view in zip(self.params, self.pieces, self._views, strict=True):
+            values = param.detach()
+            if values.data_ptr() == view.data_ptr():
+                continue
             if values.shape != view.shape:
-                self.held.attach(index)
-                label = self.pieces[index].label
+                param.data = view
                 raise ParameterError(
-                    f"flat_param.fully_shard: the data of parameter {label} was replaced by a "
-                    f"tensor of shape {tuple(values.shape)}, but this rank's piece has "
+                    f"flat_param.fully_shard: the data of parameter {piece.label} was replaced by "
+                    f"a tensor of shape {tuple(values.shape)}, but this rank's piece has "
                     f"{tuple(view.shape)}. The piece is back. Load full values by "
                     "load_state_dict, or write them under whole_params(write_back=True)."
                 )
-            self.held.take(index, values)
+            view.copy_(values)
+            param.data = view
 
     @torch.no_grad()
     def rebind(self, tensors: Sequence[Tensor]) -> None:
         """Use pieces of another dtype or device, after `.to()`."""
         dtype, home = tensors[0].dtype, tensors[0].device
         numel, pinned = self.plan.shard_numel, self.pins(home)
-        moved = torch.zeros(numel, dtype=dtype, device=home, pin_memory=pinned)
-        views = [piece.view(moved) for piece in self.pieces]
-        for view, tensor in zip(views, tensors, strict=True):
-            view.copy_(tensor)
-        self.held.follow(views)
         remade = dtype != self.shard.dtype or home != self.shard.device or self.aliased
-        self.device = self.device if self.options.cpu_offload else moved.device
-        self.shard = moved
+        self.shard = torch.zeros(numel, dtype=dtype, device=home, pin_memory=pinned)
+        self.device = self.device if self.options.cpu_offload else self.shard.device
+        self._make_views()
+        for param, view, tensor in zip(self.params, self._views, tensors, strict=True):
+            view.copy_(tensor)
+            param.data = view
         if remade:
             self.make_full()
         self.pieces[0].segment.device = self.device
@@ -300,105 +320,114 @@ class ShardedSegment:
         """Move one leaf's gradient into the flat gradient, or add it to an existing one."""
         leaf = self.leaves[index]
         grad, leaf.grad = leaf.grad, None
-        if grad is not None:
-            place = self.pieces[index].place
-            local = grad.detach() if place is None else place.local_of_grad(grad)
-            (self.arriving or self.need_buffer(pool)).take(index, local)
+        if grad is None:
+            return
+        place = self.pieces[index].place
+        local = grad.detach() if place is None else place.local_of_grad(grad)
+        full = self.arriving if self.arriving is not None else self._flat_grad(pool)
+        view = full.as_strided(*self._places[index])
+        if self.arrived[index]:
+            view.add_(local)
+        else:
+            view.copy_(local.to_dense() if local.is_sparse else local)
+            self.arrived[index] = True
 
-    def need_buffer(self, pool: BufferPool) -> GradBuffer:
-        """Return the buffer of this rank's gradients."""
+    def _flat_grad(self, pool: BufferPool) -> Tensor:
+        """The buffer of this rank's gradients."""
         if self.arriving is None:
             numel, device = self.full.numel(), self.device
-            self._home = home_of(device)
+            self._home = HERE if device.type == "cpu" else home_of(device)
             if self.comms.reduce.world_size == 1:  # it becomes `reduced`
                 whole = torch.empty(numel, dtype=self.grad_dtype, device=device)
             else:
                 whole = self._borrowed = pool.acquire(numel, dtype=self.grad_dtype, device=device)
-            layout = self.segment.layout
-            flat = zero_gaps_(whole[:numel], layout)
-            self.arriving = GradBuffer(flat, layout, [False] * len(self.leaves))
+            for start, stop in self._gaps:
+                if start < stop:
+                    whole[start:stop].zero_()
+            self.arrived = [False] * len(self.leaves)
+            self.arriving = whole[:numel]
         return self.arriving
 
-    def _release(self, pool: BufferPool) -> None:
-        buffer, self._borrowed = self._borrowed, None  # first, so that it is released once
-        self.arriving = None
-        if buffer is not None:
-            pool.release(buffer)
-
-    def start_reduce(self, unit: Any, pool: BufferPool) -> tuple[Pending, Callable[[], Pending]]:
-        """Begin to reduce the gradients of all ranks into this rank's shard. Collective.
-
-        Args:
-            unit: the segment's unit, which says how gradients are reduced.
-            pool: has temporary buffers.
-
-        Returns:
-            The reduction, and a function to call after it, which begins the one over replicas.
-        """
-        buffer, ranks = self.need_buffer(pool), self.comms.world_size
-        self.used = [now or before for now, before in zip(buffer.arrived, self.used, strict=True)]
-        factor = float(ranks if unit.divide_factor is None else unit.divide_factor)
+    def start_reduce(self, pool: BufferPool) -> Pending:
+        """Begin to reduce the gradients of all ranks into this rank's shard. Collective."""
+        full, comm = self._flat_grad(pool), self.comms.reduce
+        self.used = [now or before for now, before in zip(self.arrived, self.used, strict=True)]
         with self._home:
-            buffer.zero_rest()
-            full = buffer.flat
+            for place, has_arrived in zip(self._places, self.arrived, strict=True):
+                if not has_arrived:
+                    full.as_strided(*place).zero_()
             if full.dtype == torch.float16:
-                full.div_(ranks)  # a sum over many ranks may exceed float16's range
-                factor /= ranks
-            comm, numel = self.comms.reduce, self.shard.numel()
+                full.div_(self.comms.world_size)  # a sum over many ranks may exceed its range
             if comm.world_size == 1:
                 self._reduced, pending = full, Pending(comm, "reduce_scatter")
             else:
-                self._reduced = torch.empty(numel, dtype=self.grad_dtype, device=self.device)
-                pending = comm.reduce_scatter(self._reduced, self._staged(full), pool=pool)
+                shape = (self.shard.numel(),)
+                self._reduced = torch.empty(shape, dtype=self.grad_dtype, device=self.device)
+                staged = full if self.plan.even else self._staged(full)
+                pending = comm.reduce_scatter(self._reduced, staged, pool=pool)
         pending.home = self._home
-        pending.then(partial(self._release, pool))
-        return pending, partial(self._start_sum, unit, factor)
+        return pending
 
     def _staged(self, full: Tensor) -> Tensor:
         plan = self.plan
-        if plan.even:
-            return full
         staged = full.new_zeros(plan.world_size, plan.shard_numel)
         for row, (start, stop) in zip(staged, plan.ranges, strict=True):
             row[: stop - start].copy_(full[start:stop])
         return staged.view(-1)
 
-    def _start_sum(self, unit: Any, factor: float) -> Pending:
-        """Begin to reduce this rank's sum over replicas. Collective."""
+    def start_sum(self, unit: Any, pool: BufferPool) -> Pending | None:
+        """Begin to reduce this rank's sum over replicas, once the ranks' shards are. Collective.
+
+        Args:
+            unit: the segment's unit, which says how gradients are reduced.
+            pool: takes back the buffer of this rank's gradients.
+
+        Returns:
+            The reduction, after which `finish_sum` is called; None if the sum is finished or kept.
+        """
+        buffer, self._borrowed = self._borrowed, None  # first, so that it is released once
+        self.arriving = None
+        if buffer is not None:
+            pool.release(buffer)
         comm, reduced = self.comms.replicate, self._reduced
-        if reduced is None:
-            return Pending(comm, "all_reduce")
+        assert reduced is not None, "start_reduce makes it"
         with self._home:
             if self.kept is not None:
                 reduced.add_(self.kept)
                 self.kept = None
-            if not unit.sums_copies and comm.group is not None:
+            if comm.group is None:
+                self.finish_sum(unit)
+                return None
+            if not unit.sums_copies:
                 self.kept, self._reduced = reduced, None
-                return Pending(comm, "all_reduce")
+                return None
             pending = comm.all_reduce(reduced)
         pending.home = self._home
-        return pending.then(partial(self._after_sum, unit, factor))
+        return pending
 
-    def _after_sum(self, unit: Any, factor: float) -> None:
-        reduced, shard = self._reduced, self.shard
-        if reduced is None:
-            return
-        if unit.on_sum is not None:
-            unit.on_sum(reduced)
-        if factor != 1:
-            reduced.div_(factor)
-        if reduced.device != shard.device:
-            self._reduced = torch.empty_like(shard, pin_memory=self.pins(shard.device))
-            with SideWork(reduced.device, "out") as copy:
-                reduced.record_stream(copy.stream)
-                self._reduced.copy_(reduced.to(shard.dtype), non_blocking=True)
-            self._copy_out = copy
-        elif reduced.dtype != shard.dtype:
-            self._reduced = reduced.to(shard.dtype)
+    def finish_sum(self, unit: Any) -> None:
+        """Divide the sum, and give it the dtype and the device of the shard."""
+        reduced, shard, ranks = self._reduced, self.shard, self.comms.world_size
+        assert reduced is not None, "start_reduce makes it"
+        factor = float(ranks if unit.divide_factor is None else unit.divide_factor)
+        if reduced.dtype == torch.float16:
+            factor /= ranks
+        with self._home:
+            if unit.on_sum is not None:
+                unit.on_sum(reduced)
+            if factor != 1:
+                reduced.div_(factor)
+            if reduced.device != shard.device:
+                self._reduced = torch.empty_like(shard, pin_memory=self.pins(shard.device))
+                with SideWork(reduced.device, "out") as copy:
+                    reduced.record_stream(copy.stream)
+                    self._reduced.copy_(reduced.to(shard.dtype), non_blocking=True)
+                self._copy_out = copy
+            elif reduced.dtype != shard.dtype:
+                self._reduced = reduced.to(shard.dtype)
 
-    @torch.no_grad()
     def assign_grads(self, used_anywhere: Sequence[bool]) -> None:
-        """Set `.grad` of parameters that some rank has used, and call their hooks."""
+        """Set `.grad` of parameters that some rank has used, outside autograd; call their hooks."""
         reduced, self._reduced = self._reduced, None
         self.used = [False] * len(self.used)
         if reduced is None:
@@ -407,48 +436,31 @@ class ShardedSegment:
         if copy is not None:
             copy.synchronize()
         used = [index for index, flag in enumerate(used_anywhere) if flag]
-        for index in used:
-            if self.pieces[index].skips:
-                self.pieces[index].is_stepped = self.pieces[index].has_grad_elsewhere = True
-        taken = [index for index in used if not self.pieces[index].skips]
-        params = [self.held.params[index] for index in taken]
-        pieces = [self.pieces[index] for index in taken]
+        if self._skips:
+            for piece in (self.pieces[index] for index in used):
+                piece.is_stepped |= piece.skips
+                piece.has_grad_elsewhere |= piece.skips
+            used = [index for index in used if not self.pieces[index].skips]
+        hooks: list[tuple[nn.Parameter, list[Callable[[Tensor], None]]]] = []
+        with self._home, without_torch_function():
+            before = [self.params[index].grad for index in used]
+            adds = any(grad is not None for grad in before)
+            for index, old in zip(used, before, strict=True):
+                param, piece = self.params[index], self.pieces[index]
+                if found := post_accumulate_grad_hooks(param):
+                    hooks.append((param, list(found.values())))
+                # `.data`: each gradient has its own version counter.
+                grad = reduced.data.as_strided(piece.piece_shape, piece.piece_stride, piece.offset)
+                if old is not None:
+                    old.add_(grad)
+                else:  # a view would keep the memory of gradients that are added
+                    own = (grad.clone() if adds else grad).as_subclass(Piece)
+                    setattr(own, PIECE, piece)
+                    param.grad = own
         with self._home:
-            with without_torch_function():
-                told = [post_accumulate_grad_hooks(param) for param in params]
-                grads = [piece.view(reduced.data) for piece in pieces]  # with own version counters
-                before = [param.grad for param in params]
-                if any(grad is not None for grad in before):
-                    # A view would keep the memory of all gradients, though others are added.
-                    grads = [
-                        grad.clone() if old is None else old.add_(grad)
-                        for old, grad in zip(before, grads, strict=True)
-                    ]
-                new = [at for at, old in enumerate(before) if old is None]
-                found = [as_piece(grads[at], pieces[at]) for at in new]
-                for at, grad in zip(new, found, strict=True):
-                    assign_grad(params[at], grad)
-            for param, hooks in zip(params, told, strict=True):
-                for tell in hooks:
+            for param, functions in hooks:
+                for tell in functions:
                     tell(param)
-
-    def clear(self, set_to_none: bool) -> None:
-        """Clear `.grad` of the optimizer's parameters."""
-        with without_torch_function():
-            for param in self.held.params:
-                if set_to_none:
-                    param.grad = None
-                elif param.grad is not None:
-                    param.grad.zero_()
-
-    def check_hooks(self) -> None:
-        """Refuse a hook of `register_hook`, which would get a piece."""
-        for index in with_grad_hook(self.held.params):
-            raise ParameterError(
-                f"flat_param.fully_shard: parameter {self.pieces[index].label} has a hook "
-                "of register_hook, but autograd only sees unsharded parameters, so it would never "
-                "be called. Use register_post_accumulate_grad_hook, which gets this rank's piece."
-            )
 
     def forget_grads(self) -> None:
         """Drop the gradients of a stopped backward.
@@ -457,20 +469,4 @@ class ShardedSegment:
         """
         self.used = [False] * len(self.nodes)
         self.arriving = self.kept = self._reduced = self._borrowed = self._copy_out = None
-
-
-def _on_grad(part_ref: weakref.ref[ShardedSegment], index: int, leaf: Tensor) -> None:
-    """Handle the gradient of a leaf; its unit may be deleted."""
-    part = part_ref()
-    unit = None if part is None else part.unit()
-    if part is None or unit is None:
-        return
-    if part.leaves[index] is not leaf:
-        leaf.grad = None
-        raise StateError(
-            "flat_param.fully_shard: this backward belongs to a forward before .to() or an "
-            "interrupted step, but full parameters have had other memory since then. Run the "
-            "forward again."
-        )
-    schedule = unit.schedule_ref() or unit.schedule  # which raises
-    schedule.on_grad(unit, part, index)
+        self.arrived = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from ...buffers._dtensors import is_dtensor
 from ..tensor._param_piece import piece_of
 from ._unit import Unit
 
-_registrations = [0]
+registrations = SimpleNamespace(count=0)
+"""Counts the registrations of modules and parameters."""
 
 
 @cache
@@ -48,7 +50,7 @@ def _count(module: Any, name: str, registered: Any) -> None:
                 "the optimizer and the data to prepare() and save with save_sharded."
             )
     if not torch.compiler.is_compiling():  # traced, it would be compiled anew in each call
-        _registrations[0] += 1
+        registrations.count += 1
 
 
 def check_strays(function: str, module: nn.Module, units: Iterable[Unit]) -> None:
@@ -75,9 +77,8 @@ def check_strays(function: str, module: nn.Module, units: Iterable[Unit]) -> Non
 
 
 def look_for_strays(unit: Unit, units: Iterable[Unit]) -> None:
-    """Check before a forward of an outermost unit, if there was a registration."""
-    now = _registrations[0]
-    if unit.looked_at != now:
-        for module in unit.modules():
-            check_strays("fully_shard", module, units)
-        unit.looked_at = now
+    """Check before a forward of an outermost unit, after a registration."""
+    now = registrations.count
+    for module in unit.modules():
+        check_strays("fully_shard", module, units)
+    unit.looked_at = now

@@ -24,10 +24,9 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from ..._errors import FlatParamError, ParameterError, StateError
-from ..._torch_compat import will_run, without_torch_function
+from ..._torch_compat import version_of, without_torch_function
 from ...buffers._owners import Owner
 from ...comm._comm import Pending
 from ...comm._groups import CommGroups
@@ -39,21 +38,22 @@ from ._segment import ShardedSegment
 
 @dataclass
 class ParamSite:
-    """One location in a module at which a parameter is registered; a tied one has several.
-
-    Attributes:
-        param: the optimizer's parameter.
-        leaf: the full parameter.
-    """
+    """One location in a module at which a parameter is registered; a tied one has several."""
 
     registry: dict[str, nn.Parameter | None]
     key: str
     part: ShardedSegment
     index: int
 
-    def refresh(self) -> None:
-        """Read parameter and leaf again, after they were made or replaced."""
-        self.param, self.leaf = self.part.held.params[self.index], self.part.leaves[self.index]
+    @property
+    def param(self) -> nn.Parameter:
+        """The optimizer's parameter."""
+        return self.part.params[self.index]
+
+    @property
+    def leaf(self) -> nn.Parameter:
+        """The full parameter."""
+        return self.part.leaves[self.index]
 
     @property
     def piece(self) -> ParamPiece:
@@ -128,8 +128,12 @@ class Unit:
         self.is_unsharded = self.is_by_hand = self.is_shown = False
         self._gathering: list[Pending] | None = None
         self._version: tuple[int, bool] | None = None
-        self._piece_nodes: list[Any] = []
         self._use_leaves()
+        for part in self.trained:
+            for param, piece in zip(part.params, part.pieces, strict=True):
+                if piece.is_cut:
+                    with without_torch_function():
+                        param.register_hook(partial(_refuse_grad, weakref.ref(self), piece))
 
     def join(self, schedule: object) -> None:
         """Use the schedule of a tree. It refers to all units, so only modules keep it alive."""
@@ -154,26 +158,14 @@ class Unit:
 
     def _use_leaves(self) -> None:
         """Read parameters and leaves again, after they were made or replaced."""
+        kind = self.parts[0].device.type if self.parts else "cpu"
+        self._has_streams, self._is_capturing = kind != "cpu", capture_query(kind)
         self._gathered = [part for part in self.parts if not part.aliased]
+        self.gathered_leaves = tuple([leaf for part in self._gathered for leaf in part.leaves])
         self.leaf_count = sum([len(part.leaves) for part in self.parts])
         self.nodes = [node for part in self.parts for node in part.nodes]
-        self._is_capturing = capture_query(self.parts[0].device.type if self.parts else "cpu")
-        for site in self.sites:
-            site.refresh()
-        self._refuse_grads_of_pieces()
-
-    def _refuse_grads_of_pieces(self) -> None:
-        before, found = set(map(id, self._piece_nodes)), []
-        for part in self.parts:
-            for param, piece in zip(part.held.params, part.pieces, strict=True):
-                with without_torch_function():
-                    is_cut = piece.is_cut and param.requires_grad
-                    node = get_gradient_edge(param).node if is_cut else None
-                if node is not None:
-                    found.append(node)  # kept: a node and its hook last as long as a reference
-                    if id(node) not in before:
-                        node.register_prehook(partial(_refuse_grad, weakref.ref(self), piece))
-        self._piece_nodes = found
+        self._params = tuple([param for part in self.parts for param in part.params])
+        self._registered = [(each.registry, each.key, each.leaf, each.param) for each in self.sites]
 
     def start_gather(self, *, in_backward: bool = False) -> None:
         """Begin to unshard the parameters. Collective.
@@ -204,32 +196,29 @@ class Unit:
                 "state_dict() can be called with them. Leave the block first."
             )
         with without_torch_function():
-            for site in self.sites:
-                current, leaf, param = site.registry.get(site.key), site.leaf, site.param
+            for at, (registry, key, leaf, param) in enumerate(self._registered):
+                current = registry.get(key)
                 if current is leaf:
                     continue
                 if current is not param:
-                    error = _replaced(site, current)
+                    error = _replaced(self.sites[at], current)
                     self.swap_out()
                     raise error
                 if leaf.requires_grad != param.requires_grad:
-                    _set_requires_grad(site, param.requires_grad)
+                    _set_requires_grad(self.sites[at], param.requires_grad)
             for part in self.parts:
-                if moved := part.held.moved():
-                    part.take_moved(moved)
+                if list(map(Tensor.data_ptr, part.params)) != part.pointers:
+                    part.take_moved()
                     self._version = None
-
-    def swap_in(self) -> None:
-        """Set the leaves in the module."""
-        for site in self.sites:
-            site.registry[site.key] = site.leaf
 
     def swap_out(self) -> None:
         """Set the optimizer's parameters, or the copies inside `whole_params()`."""
-        copies = self.copies
-        for site in self.sites:
-            param = site.param if copies is None else copies[site.part][site.index]
-            site.registry[site.key] = param
+        if self.copies is None:
+            for registry, key, _, param in self._registered:
+                registry[key] = param
+        else:
+            for site in self.sites:
+                site.registry[site.key] = self.copies[site.part][site.index]
 
     def drop_copies(self) -> FlatParamError | None:
         """Set the optimizer's parameters; return the error if a copy was replaced."""
@@ -249,13 +238,9 @@ class Unit:
             for pending in self._gathering or ():
                 pending.wait()
             self._gathering, self.is_unsharded = None, True
-        for part in self._gathered:
-            part.use()
-
-    @property
-    def keeps_sums(self) -> bool:
-        """Whether sums over the ranks that share the parameters wait for those over replicas."""
-        return not self.sums_copies and self.comms.replicate.group is not None
+        if self._has_streams:
+            for part in self._gathered:
+                part.use()
 
     @property
     def is_gathered(self) -> bool:
@@ -269,7 +254,8 @@ class Unit:
         for part in self.parts:
             for leaf, piece in zip(part.leaves, part.pieces, strict=True):
                 mark_shown(leaf, label=piece.label)
-        self.swap_in()
+        for registry, key, leaf, _ in self._registered:
+            registry[key] = leaf
 
     def end_show(self) -> None:
         """Set the optimizer's parameters again; tensors that a user assigned are dropped."""
@@ -279,28 +265,46 @@ class Unit:
             self.swap_out()
         self.is_shown = self.is_by_hand = False
 
-    def compute_with_leaves(self) -> None:
-        """Set the leaves in the module."""
-        self.end_show()
-        self.swap_in()
+    def begin(self, *, recomputes: bool = False) -> None:
+        """Gather the parameters as they are now, and set the leaves. Collective.
 
-    def leaf_versions(self) -> list[int]:
-        """Numbers that change with every write to a leaf that is lost when the unit is freed."""
-        return [leaf._version for part in self._gathered for leaf in part.leaves]
-
-    def check_unwritten(self, before: Sequence[int]) -> None:
-        """Refuse leaves that forward has written to.
-
-        Raises:
-            StateError: one was written to since `leaf_versions` returned `before`.
+        In backward (`recomputes`), they are as in forward.
         """
-        now = self.leaf_versions()
-        if now == before:
-            return
+        if self.is_by_hand:
+            self.end_show()
+        if not recomputes and self.is_gathered:
+            self.take_changes()
+            if self.is_stale:
+                self.reshard()
+        self.unshard()
+        self.set_leaves()
+
+    def set_leaves(self) -> None:
+        """Set the leaves in the module."""
+        if self.is_by_hand:
+            self.end_show()
+        for registry, key, leaf, _ in self._registered:
+            registry[key] = leaf
+
+    def prefetch(self) -> bool:
+        """Begin to gather the parameters as they are now; return whether it was needed. Collective.
+
+        Units that a user has unsharded stay as they are.
+        """
+        if self.is_gathered:
+            if self.is_by_hand or not self.is_stale:
+                return False
+            self.reshard()
+        self.start_gather()
+        return True
+
+    def was_written(self, before: Sequence[int]) -> StateError:
+        """The error for leaves that forward has written to; `before` are their versions."""
+        now = map(version_of, self.gathered_leaves)
         pieces = [piece for part in self._gathered for piece in part.pieces]
         pairs = zip(pieces, before, now, strict=True)
         label = next(piece.label for piece, old, new in pairs if old != new)
-        raise StateError(
+        return StateError(
             f"flat_param.fully_shard: parameter {label} was written to in forward, but there it is "
             "a copy of the shards of all ranks, and the write would be lost. Make it a buffer, or "
             "write between steps under whole_params(write_back=True)."
@@ -308,7 +312,8 @@ class Unit:
 
     def reshard(self) -> None:
         """Put the optimizer's parameters back and free the unsharded ones. Not a collective."""
-        self.end_show()
+        if self.is_by_hand:
+            self.end_show()
         self.swap_out()
         if self._gathering is not None:
             for pending in self._gathering:
@@ -323,14 +328,6 @@ class Unit:
         for part in self._gathered:
             part.free()
 
-    def reshard_if_stale(self) -> None:
-        """Reshard if any parameter has changed since the gather."""
-        self.end_show()
-        if self.is_gathered:
-            self.take_changes()
-            if self.is_stale:
-                self.reshard()
-
     @property
     def is_stale(self) -> bool:
         """Whether a step or an assignment changed a parameter after the gather."""
@@ -343,20 +340,17 @@ class Unit:
         in replays only, so a capture counts too.
         """
         with without_torch_function():
-            changes = [param._version for part in self.parts for param in part.held.params]
-        steps = [part.pieces[0].segment.steps for part in self.parts]
-        return sum(changes) + sum(steps), self._is_capturing()
+            changes = sum(map(version_of, self._params))
+        for part in self.parts:
+            changes += part.pieces[0].segment.steps
+        return changes, self._is_capturing()
 
     def rebind(self) -> None:
         """Update shards and leaves after `module.to()` changed dtype or device."""
         self.reshard()
         for part in self.parts:
-            part.rebind([param.detach() for param in part.held.params])
+            part.rebind([param.detach() for param in part.params])
         self._use_leaves()
-
-    def count_expected(self) -> int:
-        """Leaves that will get a gradient in the running backward."""
-        return sum(map(will_run, self.nodes))
 
     def forget(self) -> None:
         """Drop all state of a stopped backward. Not a collective."""

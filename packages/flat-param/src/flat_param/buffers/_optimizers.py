@@ -1,4 +1,7 @@
-"""Copies of an optimizer that step other parameters: in trials, and bucket by bucket."""
+"""torch's elementwise optimizers, and copies of an optimizer that step other parameters.
+
+Copies are for trials, and for steps bucket by bucket.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,18 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from torch import optim
 from torch.optim import Optimizer
 
 from .._torch_compat import STEP_HOOKS
+
+ELEMENTWISE = frozenset(
+    {
+        *(optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax),
+        *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
+    }
+)
+"""torch's optimizers whose state is counts, and tensors of their parameter's shape."""
 
 _BESIDE = ("state", "param_groups", "defaults", "step")  # a scheduler wraps `step`
 
