@@ -84,7 +84,7 @@ def gradients_do_not_tell_their_ranks(part):
     return _with_grad(part, grad)
 
 
-@mutant("FP-131 FP-170")
+@mutant("FP-170")
 def frozen_units_are_trained(part):
     """Enables gradients for all parameters before sharding."""
 
@@ -109,7 +109,7 @@ def tied_units_are_not_named(part):
     return overlay(part, fully_shard=fully_shard)
 
 
-@mutant("FP-131 FP-170")
+@mutant("FP-170")
 def frozen_weights_are_freed_at_once(part):
     """Frees the frozen parameters of the outermost unit at the beginning of its backward."""
 

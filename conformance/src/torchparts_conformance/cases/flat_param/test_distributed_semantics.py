@@ -56,7 +56,7 @@ def _frozen_beside_trained(part: Any, rank: int, world_size: int) -> list[Any]:
     profile="distributed",
 )
 def test_frozen_parameters_stay_and_the_others_train(part, ranks):
-    """Frozen layers in a trained unit, a frozen unit, and all units but the outer one."""
+    """A frozen head behind trained units, a frozen layer, a frozen unit, and all inner units."""
     for results in ranks(2, _frozen_beside_trained):
         assert len(results) == 4
         for still, error in results:

@@ -1,11 +1,10 @@
-"""Interrupted, partly frozen, hooked and out-of-order steps, on two ranks."""
+"""Interrupted, hooked and out-of-order steps, on two ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
 
 from torchparts_conformance import requirement
 from torchparts_conformance.cases.flat_param._sharded import (
@@ -64,38 +63,6 @@ def test_a_stopped_backward_leaves_nothing(part, ranks):
     """The next step equals that of a model without the stopped backward."""
     for errors in ranks(2, _stopped):
         assert max(errors) == 0, errors
-
-
-def _frozen_head(part: Any, rank: int, world_size: int) -> float:
-    reference, model = (nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in "ab")
-    for each in (reference, model):
-        each[2].requires_grad_(False)
-    for tensor in whole_state(reference).values():
-        torch.distributed.broadcast(tensor, 0)
-    model.load_state_dict(whole_state(reference))
-    part.fully_shard(model[0])
-    part.fully_shard(model)
-    inputs = batch(world_size)
-    loss_of(reference, inputs).backward()
-    loss_of(model, mine(inputs, rank)).backward()
-    for each in (reference, model):
-        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=1.0).step()
-    return distance(whole_state(model), whole_state(reference))
-
-
-@requirement(
-    "FP-131",
-    "Frozen weights MUST stay readable in backward until all gradients that need them are "
-    "computed.",
-    rationale=(
-        "a frozen head behind a trained unit has no gradient of its own that shows when it is done"
-    ),
-    profile="distributed",
-)
-def test_a_frozen_head_is_readable_until_backward_is_done(part, ranks):
-    """A trained unit followed by a frozen layer of the outermost unit."""
-    errors = ranks(2, _frozen_head)
-    assert max(errors) < 1e-5, errors
 
 
 def _in_backward(part: Any, rank: int, world_size: int) -> list[Any]:
