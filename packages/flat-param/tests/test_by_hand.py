@@ -163,25 +163,6 @@ def test_inner_unit_is_named_and_others_may_be_freed() -> None:
     assert torch.allclose(x.grad, torch.ones(2, 4).double() @ weights[0] @ weights[1])
 
 
-def test_state_dict_frees_units_and_takes_replaced_pieces() -> None:
-    """Units gathered by hand, whose changes are dropped, and units not gathered."""
-    model = nn.Sequential(_layer(), _layer(), _layer())
-    params = list(model.parameters())
-    before = model[0].weight.detach().clone()
-    model[0].unshard()
-    model[0].weight.data = torch.full((3, 4), 2.0, dtype=torch.float64)
-    model[1].unshard(async_op=True)
-    model[2].weight.data = torch.full((3, 4), 4.0)
-    state = model.state_dict()
-    assert _is_free(model)
-    assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
-    for index, value in ((0, before), (2, torch.full((3, 4), 4.0))):
-        assert torch.equal(model[index].weight, value)
-        assert torch.equal(state[f"{index}.weight"], model[index].weight)
-    model[0].unshard()  # not into the memory that the leaf was given
-    assert torch.equal(model[0].weight, before.double())
-
-
 @pytest.mark.parametrize("use", ["unshard", "reshard", "whole_params"])
 def test_what_was_stopped_is_settled_first(use: str) -> None:
     """A backward that failed: parameters can be gathered, freed and made whole at once."""

@@ -89,16 +89,6 @@ def test_unflatten_keeps_gradients_optimizers_and_hooks():
     assert len(called) == 3
 
 
-def test_a_module_is_flattened_unflattened_and_flattened_again(mlp):
-    """Each time it is flat, trains, and its view is another."""
-    flatten(mlp)
-    unflatten(mlp)
-    second = flatten(mlp)
-    assert flat_params_of(mlp).as_vector().data_ptr() == second.as_vector().data_ptr()
-    mlp(torch.ones(1, 5)).sum().backward()
-    assert second.grad_norm()
-
-
 @pytest.mark.parametrize("copied", ["deepcopy", "torch.save"])
 def test_a_copy_is_unflattened_alone(mlp, copied):
     """Nothing of the package stays on it, and the original stays flat."""

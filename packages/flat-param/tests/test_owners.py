@@ -14,21 +14,24 @@ def pair():
     """Two layers that share a weight, and their parent."""
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
-    return first, second, nn.ModuleList([first, second])
+    return first, second, nn.Sequential(first, second)
 
 
-def test_flatten_refuses_a_parameter_tied_beside():
-    """Once it is unflattened, the parent of both is flattened."""
+@pytest.mark.parametrize("move", [flatten, fully_shard])
+def test_parameter_tied_to_a_flattened_module_beside_is_refused(move, group_of_one):
+    """Once that is unflattened, the parent of both is flattened or sharded."""
     first, second, parent = pair()
     flatten(first)
     with pytest.raises(ParameterError) as caught:
-        flatten(second)
+        move(second)
+    assert type(second) is nn.Linear
     assert str(caught.value) == (
-        "flat_param.flatten: parameter 'weight' is tied to 'weight' in a flattened module beside "
-        "this module, but tied parameters are moved together. Flatten or shard their common parent."
+        f"flat_param.{move.__name__}: parameter 'weight' is tied to 'weight' in a flattened module "
+        "beside this module, but tied parameters are moved together. Flatten or shard their common "
+        "parent."
     )
     unflatten(first)
-    flatten(parent)
+    move(parent)
 
 
 def test_deleted_flattened_module_refuses_nothing():

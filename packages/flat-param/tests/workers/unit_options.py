@@ -127,17 +127,4 @@ def check_weights_tied_to_a_unit_beside_are_refused_by_name(rank: int, world: in
         assert model[1].weight is model[0].weight is before
 
 
-def check_weights_tied_to_a_flattened_module_beside_are_refused_by_name(
-    rank: int, world: int
-) -> None:
-    """As with a unit; once that is unflattened, sharding goes on."""
-    model = tied_layers()
-    flat_param.flatten(model[0])
-    text = "parameter 'weight' is tied to 'weight' in a flattened module beside this module"
-    raises(flat_param.ParameterError, text, partial(fully_shard, model[1]))
-    assert type(model[1]) is nn.Linear
-    flat_param.unflatten(model[0])
-    fully_shard(model[1])
-
-
 run = checks(globals())
