@@ -79,12 +79,17 @@ def shown(value: object, most: int = 80) -> str:
     return f"{text[: most - 4]}..." if len(text) > most else text
 
 
-def did_you_mean(given: str, known: Iterable[str], *, otherwise: str) -> str:
+def did_you_mean(given: str, known: Iterable[str] | Mapping[str, str], *, otherwise: str) -> str:
     """Suggest the known names closest to a misspelt one; `otherwise` if none is close.
+
+    A mapping gives each name as it is suggested.
 
     Example:
         >>> did_you_mean("attn_otu", ["attn_out", "mlp"], otherwise="")
         "Did you mean 'attn_out'?"
     """
-    close = difflib.get_close_matches(given, sorted(set(known)), n=3, cutoff=0.5)
-    return f"Did you mean {' or '.join(map(repr, close))}?" if close else otherwise
+    names = known if isinstance(known, Mapping) else {each: each for each in known}
+    close = difflib.get_close_matches(given, sorted(names), n=3, cutoff=0.5)
+    return (
+        f"Did you mean {' or '.join(repr(names[each]) for each in close)}?" if close else otherwise
+    )

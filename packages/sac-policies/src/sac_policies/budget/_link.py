@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from .._errors import BudgetError, shown
-from .._tensors import is_accelerator
+from .._errors import BudgetError
 from ..eager._parted import parted
 from ..policies._decisions import Decision
 from ..policies._plans import Plan
@@ -31,6 +30,10 @@ _SHARE = 0.5
 """Of the work's time, what the measured copy should take."""
 _BACKWARDS = 2
 """A backward takes at least that many forwards: each product has two gradients."""
+
+
+class NotMeasuredError(BudgetError):
+    """Copies cannot be measured, so none are planned; users do not see it."""
 
 
 class Timing(NamedTuple):
@@ -90,41 +93,31 @@ class Link:
         return end
 
 
-def measure_link(
-    run: TimedRun, *, most_bytes: int, first_bytes: int = _FIRST_BYTES, rounds: int = _ROUNDS
-) -> Link:
+def measure_link(run: TimedRun, *, most_bytes: int) -> Link:
     """Measure copies in both directions during other work.
 
-    The fastest of a few rounds counts, since other programs can only slow copies down.
+    The fastest of a few rounds counts, since other programs can only slow copies down. After the
+    first round, a copy takes half of the work's time.
 
     Args:
         run: runs the work and a copy, such as `beside_on(device, work)`.
         most_bytes: size of the largest copy, which needs that much on the device and on the host.
-        first_bytes: size of the first copy; later ones take half of the work's time.
-        rounds: runs of each kind.
 
     Raises:
-        BudgetError: copies or the work are too short to be measured.
+        NotMeasuredError: copies or the work are too short.
     """
-    alone = min(run(0, "out").work_seconds for _ in range(rounds))
-    out = _rate(run, "out", alone, first_bytes, most_bytes, rounds)
-    back = _rate(run, "back", alone, first_bytes, most_bytes, rounds)
+    alone = min(run(0, "out").work_seconds for _ in range(_ROUNDS))
+    out, back = (_rate(run, direction, alone, most_bytes) for direction in get_args(Direction))
     return Link(out, back, alone)
 
 
-def _rate(
-    run: TimedRun, direction: Direction, alone: float, first: int, most: int, rounds: int
-) -> float:
+def _rate(run: TimedRun, direction: Direction, alone: float, most: int) -> float:
     """Return bytes per second."""
-    size, rate = max(1, min(first, most)), 0.0
-    for _ in range(rounds):
+    size, rate = max(1, min(_FIRST_BYTES, most)), 0.0
+    for _ in range(_ROUNDS):
         found = run(size, direction)
         if found.copy_seconds <= 0 or found.work_seconds <= 0:
-            raise BudgetError(
-                f"sac_policies: a copy of {size} bytes took {found.copy_seconds} seconds beside "
-                f"work of {found.work_seconds}, which is too short to measure. Pass longer work, "
-                "such as a whole forward."
-            )
+            raise NotMeasuredError
         rate = max(rate, size / found.copy_seconds)
         size = max(1, min(most, int(_SHARE * alone * rate)))
     return rate
@@ -138,14 +131,8 @@ def beside_on(device: torch.device, work: Callable[[], object]) -> TimedRun:
         work: queues kernels on the current stream, such as a forward.
 
     Raises:
-        BudgetError: the device is not an accelerator. Raised by the function: host memory has no
-            room for a copy.
+        NotMeasuredError: host memory has no room for a copy; raised by the function.
     """
-    if not is_accelerator(device):
-        raise BudgetError(
-            f"sac_policies: device {shown(str(device))} is not an accelerator, so nothing is "
-            "copied between it and host memory. Pass the device that the model trains on."
-        )
     side = torch.Stream(device)
 
     def event() -> torch.Event:
@@ -156,10 +143,7 @@ def beside_on(device: torch.device, work: Callable[[], object]) -> TimedRun:
         try:
             host = torch.empty(copied_bytes, dtype=torch.uint8, pin_memory=copied_bytes > 0)
         except RuntimeError as error:
-            raise BudgetError(
-                f"sac_policies: {copied_bytes} bytes of pinned host memory cannot be allocated, so "
-                "no copy is measured. Free host memory, or train without offload."
-            ) from error
+            raise NotMeasuredError from error
         there = torch.empty(copied_bytes, dtype=torch.uint8, device=device)
         source, target = (there, host) if direction == "out" else (host, there)
         begin, end, copy_begin, copy_end = (event() for _ in range(4))
@@ -204,7 +188,7 @@ def hidden_by(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.de
         with torch.no_grad():
             work = beside_on(device, lambda: call(*args, **kwargs))
             link = measure_link(work, most_bytes=most)
-    except BudgetError:
+    except BudgetError:  # also of a forward without gradients
         return None, input_bytes
     away = link.hidden(trace, input_bytes)
     rows = sorted((trace.ops[item.op].key, Decision.OFFLOAD) for item in away)

@@ -253,7 +253,7 @@ class Step:
 
     def resident(self) -> int:
         """Return bytes of parameters, buffers, batch and state; maximum over ranks. Collective."""
-        return largest(self._resident())
+        return largest(bytes_of(self._tensors(), device=self.device) + self.optimizer_bytes())
 
     def available(self) -> int:
         """Bytes that a step may take on its accelerator; minimum over ranks. Collective.
@@ -290,9 +290,6 @@ class Step:
         for each in found.values():
             check_optimizer(each)
         return sum(state_bytes(each, self.device) for each in found.values())
-
-    def _resident(self) -> int:
-        return bytes_of(self._tensors(), device=self.device) + self.optimizer_bytes()
 
     def _settle(self) -> None:
         """Free leftover memory of the previous step."""

@@ -8,7 +8,6 @@ picklable and the same on every rank.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable
 from fnmatch import translate
@@ -145,10 +144,8 @@ def _hint_for_word(text: str) -> str:
     words = {name.partition(".")[2]: name for name in _names_in("aten")}
     words |= {name: name for group in CATALOGUE for name in group.names if "." not in name}
     words |= {group.entry[1:]: group.entry for group in CATALOGUE}
-    close = difflib.get_close_matches(text, words, cutoff=0.6)
-    if not close:
-        return "Operators are written with their namespace, for example 'aten.mm'."
-    return f"Did you mean {' or '.join(repr(words[each]) for each in close)}?"
+    otherwise = "Operators are written with their namespace, for example 'aten.mm'."
+    return did_you_mean(text, words, otherwise=otherwise)
 
 
 def _names_in(namespace: str) -> list[str]:

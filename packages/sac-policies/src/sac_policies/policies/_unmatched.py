@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from difflib import get_close_matches
 from types import CodeType
 from typing import Any
 
@@ -135,10 +134,8 @@ def _hint(entry: str, ran: list[str]) -> str:
     # A shared namespace would make any two names look similar.
     tails = {name.partition(".")[2] or name: name for name in ran}
     tail = entry.partition(".")[2].partition(".")[0]
-    close = get_close_matches(tail or entry, sorted(tails), cutoff=0.5)
-    if close:
-        return f"Did you mean {' or '.join(repr(tails[each]) for each in close)}?"
-    return f"What ran: {', '.join(map(repr, sorted(set(ran))[:5])) or 'nothing'}."
+    first = ", ".join(map(repr, sorted(set(ran))[:5])) or "nothing"
+    return did_you_mean(tail or entry, tails, otherwise=f"What ran: {first}.")
 
 
 def _listed(known: set[str]) -> str:

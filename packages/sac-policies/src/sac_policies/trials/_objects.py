@@ -35,7 +35,6 @@ _OF_LOOPS = (LRScheduler, torch.amp.GradScaler)
 """Objects of torch that a step may change."""
 _MOST = 10_000
 """Elements of a container that are looked into: a data set may have many more."""
-_MISSING = object()
 
 
 class Objects:
@@ -189,7 +188,7 @@ def _put_names(
     names: Mapping[str, Any], held: dict[str, Any], put: Callable[[str, Any], None]
 ) -> None:
     for name, value in held.items():
-        if names.get(name, _MISSING) is not value:
+        if names.get(name, functions.MISSING) is not value:
             put(name, value)
 
 
