@@ -26,13 +26,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._errors import StateError
-from .._torch_compat import fsdp_module_class, pass_over_frames, splits_backward
+from .._torch_compat import (
+    fsdp_module_class,
+    pass_over_frames,
+    splits_backward,
+    without_torch_function,
+)
 from ..buffers._dtensors import local_of, place_of_dtensor
 from ..comm._comm import CommCount
 from ..comm._groups import spread_of
 from .tensor._callers import PIPELINES
-from .tensor._param_piece import JoinedPieces, piece_of
-from .tensor._piece_tensors import plain
+from .tensor._param_piece import PIECE, JoinedPieces
 from .tensor._reductions import Part, PieceNorm, norms_of_pieces
 from .unit._by_hand import (
     UnshardHandle,
@@ -367,10 +371,11 @@ class ShardedModule(nn.Module):
         """
         max_norm, norm_type = _checked_norms(max_norm, norm_type)
         params = {id(each): each for each in self._all_params()}.values()
-        norm = _norm_of_grads(params, self._flat_param, norm_type)
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for grad in (local_of(each.grad) for each in params if each.grad is not None):
-            grad.mul_(scale.to(grad.device, grad.real.dtype))
+        with without_torch_function():
+            norm = _norm_of_grads(params, self._flat_param, norm_type)
+            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            for grad in [local_of(each.grad) for each in params if each.grad is not None]:
+                grad.mul_(scale.to(grad.device, grad.real.dtype))
         return norm
 
     @contextmanager
@@ -446,20 +451,22 @@ def _checked_norms(max_norm: float, norm_type: float) -> tuple[float, float]:
 def _norm_of_grads(params: Iterable[Tensor], unit: Unit, order: float) -> Tensor:
     """The norm of gradients over ranks, `()`; float64 if a gradient is. Collective.
 
-    Each rank has separate gradients of ignored parameters, of which the largest norm counts.
+    Each rank has separate gradients of ignored parameters, of which the largest norm counts. Pieces
+    are read as plain tensors: the caller has switched their functions off.
     """
     ignored = set(map(id, unit.ignored))
     shared: list[tuple[Part | None, Tensor]] = []
     beside: list[tuple[Part | None, Tensor]] = []
     for param in params:
-        part: Part | None = piece_of(param)
+        part: Part | None = getattr(param, PIECE, None)
         grad = param.grad
         takes_part = part is not None or id(param) in ignored  # though this rank has no gradient
         if part is None and (place := place_of_dtensor(param)) is not None:
             part = JoinedPieces(spread_of(place, unit.comms.log), param.device)
             grad = None if grad is None else place.local_of_grad(grad)
         if takes_part or grad is not None:
-            local = torch.zeros(0, device=param.device) if grad is None else plain(grad)
+            local = torch.zeros(0, device=param.device) if grad is None else grad
+            local = local.detach().as_subclass(Tensor)
             (beside if id(param) in ignored else shared).append((part, local))
     norms = [_joint_norm(each, order) for each in (shared, beside) if each]
     for comm in (unit.comms.reduce, unit.comms.replicate) if beside else ():

@@ -118,7 +118,7 @@ class Schedule:
             look_for_strays(unit, self.units)
         self.settle()
         if self.current.backward is not None:
-            unit.begin(recomputes=True)
+            unit.begin(in_backward=True)
         else:
             forward = self.current.forward or self._begin_forward()
             begun = UnitForward(weakref.ref(unit))
@@ -285,7 +285,7 @@ class Schedule:
             if unit.backward_prefetch:
                 stop = max(places.get(each, -1) + 1 for each in unit.backward_prefetch)
             self._gather_until(current, stop)
-            unit.begin(recomputes=True)
+            unit.begin(in_backward=True)
         else:
             unit.set_leaves()
         self._advance(unit, state)

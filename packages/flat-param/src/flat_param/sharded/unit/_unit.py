@@ -265,14 +265,14 @@ class Unit:
             self.swap_out()
         self.is_shown = self.is_by_hand = False
 
-    def begin(self, *, recomputes: bool = False) -> None:
+    def begin(self, *, in_backward: bool = False) -> None:
         """Gather the parameters as they are now, and set the leaves. Collective.
 
-        In backward (`recomputes`), they are as in forward.
+        In backward they are as in forward.
         """
         if self.is_by_hand:
             self.end_show()
-        if not recomputes and self.is_gathered:
+        if not in_backward and self.is_gathered:
             self.take_changes()
             if self.is_stale:
                 self.reshard()
