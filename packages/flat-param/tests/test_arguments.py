@@ -12,12 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from flat_param import (
-    LayoutError,
-    ParameterError,
-    StateError,
-    fully_shard,
-)
+from flat_param import LayoutError, ParameterError, StateError, fully_shard
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 

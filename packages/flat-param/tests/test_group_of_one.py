@@ -29,8 +29,7 @@ NOT_HERE = {
 }
 """Claims that are not tried in a group of one, and why."""
 OF_ITS_OWN_DTYPE = {
-    "peak_of_whole_gradients_is_as_planned",
-    "peak_of_whole_parameters_is_as_planned",
+    "peaks_are_as_planned",
     "ranks_come_from_a_mesh_or_a_group",
 }
 """Claims that compare bits, bytes or outputs with the plain module's."""

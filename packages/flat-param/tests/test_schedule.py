@@ -50,6 +50,13 @@ def _same(model: nn.Module, plain: nn.Module, loss: Callable[[nn.Module], Tensor
             assert torch.equal(found, expected), name
 
 
+def _same_grads(model: nn.Module, plain: nn.Module) -> None:
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert param.grad is not None
+        assert expected.grad is not None
+        assert torch.equal(param.grad.flatten(), expected.grad.float().flatten())
+
+
 def _x(rows: int = 3) -> Tensor:
     return torch.linspace(-1, 1, 4 * rows, dtype=torch.float64).reshape(rows, 4)
 
@@ -170,10 +177,7 @@ def test_backward_after_a_stopped_one_matches_plain(
     model[1].register_forward_hook(lambda *call: hooked.append(call[-1]))
     around(run)
     plain(_x()).square().sum().backward()
-    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert param.grad is not None
-        assert expected.grad is not None
-        assert torch.equal(param.grad.flatten(), expected.grad.float().flatten())
+    _same_grads(model, plain)
 
 
 @pytest.mark.parametrize("older", [False, True])
@@ -195,10 +199,7 @@ def test_second_backward_after_a_stopped_one(older: bool) -> None:
         model.zero_grad()
     loss.backward()
     plain(_x()).square().sum().backward()
-    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert param.grad is not None
-        assert expected.grad is not None
-        assert torch.equal(param.grad.flatten(), expected.grad.float().flatten())
+    _same_grads(model, plain)
 
 
 def test_backward_of_others_that_is_stopped_inside_a_pass_does_not_end_it() -> None:

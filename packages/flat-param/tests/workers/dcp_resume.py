@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from _harness import checks
 from _states import optimizer_of, same, sharded, train, truth, values_of
-from dcp_states import BOUNDARIES, put, state_of
+from dcp_states import BOUNDARIES, load, state_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import flat_param
@@ -20,9 +20,7 @@ def check_torch_resumes(rank: int, world: int) -> None:
     for boundary, saved in zip(BOUNDARIES, BOUNDARIES[1:] + BOUNDARIES[:1], strict=True):
         model = sharded(9, boundary=boundary)
         optimizer = optimizer_of(model)
-        state = state_of(model, optimizer)
-        dcp.load(state, checkpoint_id=f"{FOLDER}/{saved}")
-        put(model, optimizer, state)
+        load(model, optimizer, f"{FOLDER}/{saved}")
         same(values_of(model, optimizer), truth(3))
 
 

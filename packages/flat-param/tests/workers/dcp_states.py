@@ -63,6 +63,13 @@ def put(model: nn.Module, optimizer: Any, state: dict[str, Any], **options: Any)
     )
 
 
+def load(model: nn.Module, optimizer: Any, path: str) -> None:
+    """What torch's documentation does with a checkpoint."""
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    put(model, optimizer, state)
+
+
 def check_saved_state_comes_back_and_trains_on(rank: int, world: int) -> None:
     """In the same model after more steps, and in another one; lr follows the groups' names."""
     for boundary in BOUNDARIES:
@@ -73,9 +80,7 @@ def check_saved_state_comes_back_and_trains_on(rank: int, world: int) -> None:
         other = sharded(7, boundary=boundary)
         fresh = optimizer_of(other, flipped=boundary == "row")
         for each, own in ((model, optimizer), (other, fresh)):
-            state = state_of(each, own)
-            dcp.load(state, checkpoint_id=path)
-            put(each, own, state)
+            load(each, own, path)
             same(values_of(each, own), truth(3))
             train(each, own, 3, 5)
             same(values_of(each, own), truth(5))
@@ -127,9 +132,7 @@ def check_async_save_beside_training(rank: int, world: int) -> None:
     saved = dcp.async_save(state_of(model, optimizer), checkpoint_id=path, process_group=group)
     train(model, optimizer, 3, 5)
     saved.result()
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=path)
-    put(model, optimizer, state)
+    load(model, optimizer, path)
     same(values_of(model, optimizer), truth(3))
 
 
@@ -338,9 +341,7 @@ def check_checkpoints_of_fsdp2_and_of_plain_models(rank: int, world: int) -> Non
     for boundary, name in zip(BOUNDARIES, ("fsdp2", "plain", "fsdp2"), strict=True):
         model = sharded(9, boundary=boundary)
         optimizer = optimizer_of(model)
-        state = state_of(model, optimizer)
-        dcp.load(state, checkpoint_id=f"{FOLDER}/{name}")
-        put(model, optimizer, state)
+        load(model, optimizer, f"{FOLDER}/{name}")
         same(values_of(model, optimizer), saved[name])
         other = sharded(9, boundary=boundary)
         fresh = optimizer_of(other, flipped=True)
@@ -349,9 +350,7 @@ def check_checkpoints_of_fsdp2_and_of_plain_models(rank: int, world: int) -> Non
         assert [group["lr"] for group in fresh.param_groups] == [0.02, 0.01]
         model = {"fsdp2": fsdp2, "plain": plain}[name](9)
         optimizer = optimizer_of(model)
-        state = state_of(model, optimizer)
-        dcp.load(state, checkpoint_id=f"{FOLDER}/{boundary}")
-        put(model, optimizer, state)
+        load(model, optimizer, f"{FOLDER}/{boundary}")
         same(plain_values(model, optimizer), truth(3))
 
 

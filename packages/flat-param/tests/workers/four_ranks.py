@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _harness import (
-    batches,
-    checks,
-    loss_of,
-    raises,
-    sharded,
-    share,
-)
+from _harness import batches, checks, loss_of, raises, sharded, share
 from _whole import whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

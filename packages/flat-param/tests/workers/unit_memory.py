@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 from _harness import (
     WAYS,
@@ -21,32 +22,23 @@ from _whole import note, whole_bytes, whole_grad_bytes
 import flat_param
 
 
-def check_peak_of_whole_parameters_is_as_planned(rank: int, world: int) -> None:
-    """Peak of whole parameters is as planned."""
+def check_peaks_are_as_planned(rank: int, world: int) -> None:
+    """Of whole parameters, and of gradients that are not reduced.
+
+    The outermost unit ends with a head and begins with an embedding: its sum is the last.
+    """
     units = flat_param.plan.unit_shapes(plain(), units=Block)
-    for way in WAYS:
+    kinds = ((whole_bytes, "whole_params_peak"), (whole_grad_bytes, "whole_grads_peak"))
+    for way, (count, kind) in product(WAYS, kinds):
         model, seen = sharded(**options_of(way)), [0]
-        told = partial(note, seen, whole_bytes, model)
+        told = partial(note, seen, count, model)
         for module in model.blocks.modules():
             module.register_forward_hook(told)
             module.register_full_backward_hook(told)
         for ids in batches(world, 2):
             loss_of(model, share(ids, rank)).backward()
         plan = flat_param.plan.plan_training(units, **planned_as(way, world))
-        assert max(seen) == plan.whole_params_peak, (way, max(seen), str(plan))
-
-
-def check_peak_of_whole_gradients_is_as_planned(rank: int, world: int) -> None:
-    """The outermost unit ends with a head and begins with an embedding: its sum is the last."""
-    units = flat_param.plan.unit_shapes(plain(), units=Block)
-    for way in WAYS:
-        model, seen = sharded(**options_of(way)), [0]
-        for module in model.blocks.modules():
-            module.register_full_backward_hook(partial(note, seen, whole_grad_bytes, model))
-        for ids in batches(world, 2):
-            loss_of(model, share(ids, rank)).backward()
-        plan = flat_param.plan.plan_training(units, **planned_as(way, world))
-        assert max(seen) == plan.whole_grads_peak, (way, max(seen), str(plan))
+        assert max(seen) == getattr(plan, kind), (way, kind, max(seen), str(plan))
 
 
 def check_frozen_segments_have_no_gradient_memory_or_traffic(rank: int, world: int) -> None:

@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from _harness import (
-    batches,
-    checks,
-    loss_of,
-    plain,
-    sharded,
-    share,
-    whole_state,
-)
+from _harness import batches, checks, loss_of, plain, sharded, share, whole_state
 from torch import nn
 
 import flat_param

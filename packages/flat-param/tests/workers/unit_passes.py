@@ -10,17 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from _harness import (
-    WAYS,
-    Block,
-    batches,
-    checks,
-    loss_of,
-    options_of,
-    plain,
-    sharded,
-    share,
-)
+from _harness import WAYS, Block, batches, checks, loss_of, options_of, plain, sharded, share
 from _whole import note, same_grads, same_step, whole_bytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

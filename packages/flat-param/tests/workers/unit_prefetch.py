@@ -5,17 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
-from _harness import (
-    batches,
-    checks,
-    loss_of,
-    plain,
-    raises,
-    same_bits,
-    sharded,
-    share,
-    whole_state,
-)
+from _harness import batches, checks, loss_of, plain, raises, same_bits, sharded, share, whole_state
 from _whole import whole_bytes, whole_grads
 from torch import Tensor, nn
 

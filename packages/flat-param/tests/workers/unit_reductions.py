@@ -8,17 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import (
-    Model,
-    batches,
-    checks,
-    loss_of,
-    plain,
-    raises,
-    same_bits,
-    share,
-    whole_state,
-)
+from _harness import Model, batches, checks, loss_of, plain, raises, same_bits, share, whole_state
 from _whole import plain_grads, whole_bytes, whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

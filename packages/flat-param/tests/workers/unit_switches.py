@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 import torch
-from _harness import (
-    batches,
-    checks,
-    loss_of,
-    options_of,
-    plain,
-    raises,
-    sharded,
-    share,
-)
+from _harness import batches, checks, loss_of, options_of, plain, raises, sharded, share
 from _whole import same_grads, same_step, whole_bytes
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
