@@ -211,10 +211,12 @@ def values_in(model: nn.Module) -> set[float]:
     return {value for tensor in state.values() for value in tensor.unique().tolist()}
 
 
-def leftovers(path: Path) -> list[str]:
-    """Return files other than metadata and folders of saves; the folder of a killed save stays."""
+def leftovers(path: Path, *, killed: bool = False) -> list[str]:
+    """Return files other than one checkpoint's; a save that was `killed` leaves its folder."""
     names = sorted(each.name for each in path.iterdir())
-    return [name for name in names if name != ".metadata" and not name.startswith("save-")]
+    saves = [name for name in names if name.startswith("save-")]
+    others = [name for name in names if name not in (*saves, ".metadata")]
+    return others if killed or len(saves) == 1 else [*others, *saves]
 
 
 def _save(folder: Path) -> Scene:
@@ -243,7 +245,7 @@ def _save(folder: Path) -> Scene:
         dist.barrier()
         if loaded() != {new}:
             return f"after another save of {new} the path does not hold it"
-        left = leftovers(path)
+        left = leftovers(path, killed=True)
         return f"left after another save: {left}" if left else ""
 
     # Ranks that are not interrupted wait for the others in vain, until the timeout.
