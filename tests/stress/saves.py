@@ -102,7 +102,7 @@ def _loaded(path: Path) -> tuple[list[float], str]:
     return told[0], ""
 
 
-def _after(path: Path, steps: range) -> str:
+def _after(path: Path, steps: range, *, killed: bool = False) -> str:
     """Check that a load gives one of the steps, and that another save leaves no other files."""
     found, why = _loaded(path)
     if why or int(found[0]) not in steps:
@@ -111,7 +111,7 @@ def _after(path: Path, steps: range) -> str:
         crew.wait(90)
     if [words["saved"] for words in crew.said if "saved" in words] != [99, 99]:
         return f"the next save fails: {crew.said or crew.last_words()}"
-    left = leftovers(path)
+    left = leftovers(path, killed=killed)
     found, why = _loaded(path)
     if why or found != [99.0]:
         return f"after the next save {why or found} is loaded"
@@ -134,7 +134,7 @@ def _killed(together: bool, whom: str, job: Job) -> tuple[int, Trial]:
             crew.listen_for(0.1)
         begun = max(words["begun"] for words in crew.said if "begun" in words)
         done = max(words["done"] for words in crew.said if "done" in words)
-        return _after(path, range(done, begun + 1))
+        return _after(path, range(done, begun + 1), killed=True)
 
     return job.count or 100, trial
 

@@ -110,7 +110,7 @@ def sharded() -> nn.Module:
 def _gathered(local: list[Tensor | None], like: list[Tensor | None]) -> list[Tensor | None]:
     """Return full gradients from all ranks, in the shapes of `like`; the last is not cut."""
     pieces: list[list[Tensor | None]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(pieces, [None if g is None else g.flatten() for g in local])
+    dist.all_gather_object(pieces, [None if g is None else _held(g) for g in local])
     found: list[Tensor | None] = []
     for at, whole in enumerate(like[:-1]):
         parts = [each[at] for each in pieces]
@@ -119,6 +119,11 @@ def _gathered(local: list[Tensor | None], like: list[Tensor | None]) -> list[Ten
             del held[1:]  # its module was not sharded yet, so every rank has all of it
         found.append(torch.cat(held).view_as(whole) if held and whole is not None else None)
     return [*found, local[-1]]
+
+
+def _held(piece: Tensor) -> Tensor:
+    """Return the elements of this rank as a plain vector."""
+    return (piece.to_local() if hasattr(piece, "to_local") else piece).flatten()
 
 
 def compare_sharded(model: nn.Module) -> str:
@@ -206,16 +211,16 @@ def values_in(model: nn.Module) -> set[float]:
     return {value for tensor in state.values() for value in tensor.unique().tolist()}
 
 
-def leftovers(path: Path) -> list[str]:
-    """Return files other than one checkpoint's metadata and folder."""
+def leftovers(path: Path, *, killed: bool = False) -> list[str]:
+    """Return files other than one checkpoint's; a save that was `killed` leaves its folder."""
     names = sorted(each.name for each in path.iterdir())
     saves = [name for name in names if name.startswith("save-")]
     others = [name for name in names if name not in (*saves, ".metadata")]
-    return others + (saves if len(saves) > 1 else [])
+    return others if killed or len(saves) == 1 else [*others, *saves]
 
 
 def _save(folder: Path) -> Scene:
-    """The path has the old state or the new one, and the next save cleans up."""
+    """The path has the old state or the new one, and the next save replaces it."""
     path, model, reader = folder / "checkpoint", sharded(), sharded()
     steps = [1]
     save = functools.partial(flat_param.save_sharded, model, path)
@@ -240,7 +245,7 @@ def _save(folder: Path) -> Scene:
         dist.barrier()
         if loaded() != {new}:
             return f"after another save of {new} the path does not hold it"
-        left = leftovers(path)
+        left = leftovers(path, killed=True)
         return f"left after another save: {left}" if left else ""
 
     # Ranks that are not interrupted wait for the others in vain, until the timeout.
