@@ -12,12 +12,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from mod_tracker import (
     ModTracker,
     ReportSchedule,
+    _tracker,
     profile_flops,
     profile_memory,
     profile_time,
     trace,
     watch_memory,
 )
+from mod_tracker.reports import _mode
 
 
 def step(model, x):
@@ -104,3 +106,51 @@ def test_tracker_continues_after_an_interrupt(where, checkpointed):
         log.clear()
         step(model, x)
     assert log == expected
+
+
+@pytest.mark.parametrize("name", ["add_recompute_callback", "remove_recompute_callback"])
+@pytest.mark.parametrize("is_after", [False, True])
+def test_tracker_is_left_after_an_interrupt_in_its_own_code(name, is_after, monkeypatch):
+    """Ctrl-C may come while a tracker is entered or left, before or after a statement."""
+    original, interrupts = getattr(_tracker, name), [KeyboardInterrupt]
+
+    def interrupted(callback):
+        if is_after or not interrupts:
+            original(callback)
+        for error in [interrupts.pop()] if interrupts else []:
+            raise error
+
+    call = nn.Module.__call__
+    monkeypatch.setattr(_tracker, name, interrupted)
+    tracker = ModTracker()
+    with pytest.raises(KeyboardInterrupt), tracker:
+        pass
+    assert nn.Module.__call__ is call
+    assert not hasattr(torch.autograd.graph, "recompute_callbacks")
+    with tracker:
+        assert nn.Module.__call__ is not call
+    assert nn.Module.__call__ is call
+
+
+def test_deleted_tracker_stops_tracking():
+    """An interrupt before `__exit__` leaves a tracker entered."""
+    call, tracker = nn.Module.__call__, ModTracker()
+    tracker.__enter__()
+    assert nn.Module.__call__ is not call
+    del tracker
+    assert nn.Module.__call__ is call
+
+
+def test_mode_of_a_report_is_off_after_an_interrupt_in_its_exit(monkeypatch):
+    """Ctrl-C may come while modes are left."""
+    original, interrupts = _mode.leave_mode, [KeyboardInterrupt]
+
+    def interrupted(mode):
+        for error in [interrupts.pop()] if interrupts else []:
+            raise error
+        original(mode)
+
+    monkeypatch.setattr(_mode, "leave_mode", interrupted)
+    with pytest.raises(KeyboardInterrupt), profile_flops():
+        pass
+    assert _get_current_dispatch_mode() is None

@@ -63,6 +63,8 @@ class CallPatch:
 
     def install(self) -> None:
         with _lock:
+            if self._layer is not None:
+                return
             take_out_inactive()
             self._layer = layer = Layer(nn.Module.__call__)
             function = tracked(layer, self._events)

@@ -167,30 +167,32 @@ _lock = threading.RLock()
 _recompute_callbacks: list[RecomputeCallback] = []
 
 
-def add_recompute_callback(callback: RecomputeCallback) -> Callable[[], None]:
-    """Add a callback to `torch.autograd.graph.recompute_callbacks`; return how to remove it.
+def add_recompute_callback(callback: RecomputeCallback) -> None:
+    """Add a callback to `torch.autograd.graph.recompute_callbacks`, if it is not there.
 
     Libraries that recompute call the functions in this tuple. It exists while it has any. torch's
     checkpoint does not call them by itself, so it is patched while callbacks of ours are there.
     """
     with _lock:
-        _recompute_callbacks.append(callback)
-        graph.recompute_callbacks = (*_listening(), callback)  # type: ignore[attr-defined]
-        if len(_recompute_callbacks) == 1:
-            _patch_checkpoint()
+        if callback not in _recompute_callbacks:
+            _recompute_callbacks.append(callback)
+        if callback not in _listening():
+            graph.recompute_callbacks = (*_listening(), callback)  # type: ignore[attr-defined]
+        _patch_checkpoint()
 
-    def remove() -> None:
-        with _lock:
+
+def remove_recompute_callback(callback: RecomputeCallback) -> None:
+    """Remove a callback of `add_recompute_callback`, if it is there."""
+    with _lock:
+        left = tuple(one for one in _listening() if one != callback)
+        if left:
+            graph.recompute_callbacks = left  # type: ignore[attr-defined]
+        elif hasattr(graph, "recompute_callbacks"):
+            del graph.recompute_callbacks
+        if callback in _recompute_callbacks:
             _recompute_callbacks.remove(callback)
-            left = tuple(one for one in _listening() if one is not callback)
-            if left:
-                graph.recompute_callbacks = left  # type: ignore[attr-defined]
-            else:
-                del graph.recompute_callbacks  # type: ignore[attr-defined]
-            if not _recompute_callbacks:
-                _restore_checkpoint()
-
-    return remove
+        if not _recompute_callbacks:
+            _restore_checkpoint()
 
 
 def _listening() -> tuple[RecomputeCallback, ...]:
@@ -223,7 +225,9 @@ def _patch_checkpoint() -> None:
 
 def _restore_checkpoint() -> None:
     if vars(_Hooks).get("__enter__") is _enter_hooks:
-        del _Hooks.__enter__, _Hooks.__exit__
+        del _Hooks.__enter__
+    if vars(_Hooks).get("__exit__") is _exit_hooks:
+        del _Hooks.__exit__
     if checkpoint.CheckpointFunction.backward is _backward:
         checkpoint.CheckpointFunction.backward = _torchs_backward  # type: ignore[method-assign]
 

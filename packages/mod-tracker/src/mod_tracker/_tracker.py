@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -15,7 +16,12 @@ from ._call_patch import CallPatch
 from ._errors import HookSlotError, OptionError, check_callable, check_int
 from ._events import Events, Listener
 from ._record import DEFAULT_LIMIT, ModuleCall, describe
-from ._torch_compat import NO_TASK, add_recompute_callback, graph_task
+from ._torch_compat import (
+    NO_TASK,
+    add_recompute_callback,
+    graph_task,
+    remove_recompute_callback,
+)
 
 GLOBAL = "Global"
 
@@ -61,6 +67,8 @@ class ModTracker:
         self._lock = threading.Lock()
         self._entered = 0
         self._user_hooks: dict[str, Callable[[], None]] = {}
+        # An interrupt before or after `__exit__` leaves an entered tracker.
+        weakref.finalize(self, _leave, self._call_patch, self._attribution).atexit = False
         for root in roots:
             if not isinstance(root, nn.Module):
                 raise OptionError(
@@ -70,19 +78,28 @@ class ModTracker:
             self._attribution.names.adopt(root)
 
     def __enter__(self) -> ModTracker:
-        with self._lock:
-            if self._entered == 0:
-                self._end_recomputes = add_recompute_callback(self._attribution.recomputes)
-                self._call_patch.install()
-            self._entered += 1
+        self._enter(1)
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._enter(-1)
+
+    def _enter(self, times: int) -> None:
+        """Change how often the tracker is entered; an interrupt does not leave it half entered."""
         with self._lock:
-            if self._entered == 1:
-                self._call_patch.remove()
-                self._end_recomputes()
-            self._entered = max(0, self._entered - 1)
+            before, wanted = self._entered, max(0, self._entered + times)
+            try:
+                if wanted:
+                    add_recompute_callback(self._attribution.recomputes)
+                    self._call_patch.install()
+                else:
+                    _leave(self._call_patch, self._attribution)
+                self._entered = wanted
+            except BaseException:
+                self._entered = min(before, wanted)
+                if not self._entered:
+                    _leave(self._call_patch, self._attribution)
+                raise
 
     # The drop-in interface.
 
@@ -224,6 +241,12 @@ class ModTracker:
             yield
         finally:
             remove()
+
+
+def _leave(call_patch: CallPatch, attribution: Attribution) -> None:
+    """Stop tracking; a tracker that is not entered is left alone."""
+    call_patch.remove()
+    remove_recompute_callback(attribution.recomputes)
 
 
 def check_patterns(function: str, patterns: tuple[str, ...]) -> None:

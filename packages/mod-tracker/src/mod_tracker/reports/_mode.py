@@ -137,5 +137,10 @@ def measuring(mode: MeasuringMode) -> Iterator[None]:
         mode.__enter__()
         yield
     finally:
-        leave_mode(mode)
-        end_noting()
+        try:
+            leave_mode(mode)
+        except BaseException:  # an interrupt
+            leave_mode(mode)
+            raise
+        finally:
+            end_noting()
