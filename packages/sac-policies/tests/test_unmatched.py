@@ -178,10 +178,6 @@ def test_compiled_code_warns_of_operators(x):
     assert only.filename == __file__
 
 
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.9."),
-    reason="torch 2.9 takes no policy for a constant, and runs the region eagerly",
-)
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_code_is_not_asked_for_names(x):
     """A trace has no end of the forward: the name may be compiled later."""

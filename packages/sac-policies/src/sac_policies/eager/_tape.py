@@ -127,8 +127,8 @@ class Tape(TapeValues, TorchDispatchMode):
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         before, _current.tape = getattr(_current, "tape", None), self
-        push_hooks(self._pack, self._unpack)
         try:
+            push_hooks(self._pack, self._unpack)
             with self, ExitStack() as until:
                 self._follow(until)
                 try:
@@ -140,7 +140,9 @@ class Tape(TapeValues, TorchDispatchMode):
             end_if_left(self, error)
             raise
         finally:
-            pop_hooks()
+            hooks = saved_tensor_hooks()
+            if hooks is not None and hooks[0] == self._pack:  # no interrupt came before the push
+                pop_hooks()
             _current.tape = before
             self.end()
 

@@ -79,6 +79,7 @@ _COPIES = frozenset(
 """Functions whose result has the same elements."""
 
 aten = torch.ops.aten
+_TRANSPOSES = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
 _DISPATCHED = frozenset({aten.detach.default, aten.clone.default, aten._to_copy.default})
 
 
@@ -124,7 +125,8 @@ class FlatShard(DTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, self = kwargs or {}, args[0] if args else None
         name = getattr(func, "__name__", "")
-        if name in QUESTIONS or name in ("__get__", "requires_grad_"):
+        is_read = name == "__get__" and func not in _TRANSPOSES
+        if is_read or name in QUESTIONS or name == "requires_grad_":
             with without_torch_function():
                 return func(*args, **kwargs)
         if isinstance(self, cls):
