@@ -21,7 +21,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils import _python_dispatch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -339,11 +338,6 @@ def in_two_threads(model: nn.Module) -> list[torch.Tensor]:
         each.start()
     for each in threads:
         each.join()
-    if torch.__version__.startswith("2.9."):
-        # Variables of the module say whether a mode is on; threads can leave them set.
-        _python_dispatch._is_in_torch_dispatch_mode = False
-        _python_dispatch._is_in_non_infra_torch_dispatch_mode = False
-        _python_dispatch._is_in_any_mode_without_ignore_compile_internals = False
     for each in found.values():
         if isinstance(each, Exception):
             raise each
