@@ -35,14 +35,16 @@ def _nothing_stays_entered() -> Iterator[None]:
     hooks, modes = saved_tensor_hooks(), _get_current_dispatch_mode_stack()
     assert hooks is None, f"hooks for saved tensors are still entered: {hooks}"
     assert modes == [], f"dispatch modes are still entered: {modes}"
+    if torch.__version__.startswith("2.9."):
+        # Threads that enter and leave modes can leave these set: then nothing is compiled.
+        _python_dispatch._is_in_torch_dispatch_mode = False
+        _python_dispatch._is_in_non_infra_torch_dispatch_mode = False
+        _python_dispatch._is_in_any_mode_without_ignore_compile_internals = False
 
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """Compile nothing that an earlier test has compiled, and leave nothing compiled."""
-    if torch.__version__.startswith("2.9."):
-        # Threads that enter and leave dispatch modes can leave this set: nothing is compiled then.
-        _python_dispatch._is_in_non_infra_torch_dispatch_mode = False
     torch.compiler.reset()
     yield
     torch.compiler.reset()
