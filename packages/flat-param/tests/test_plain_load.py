@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import StateError, fully_shard, load_sharded, save_sharded
+from flat_param import CheckpointError, StateError, fully_shard, load_sharded, save_sharded
+from flat_param.checkpoint import _files
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -50,3 +51,23 @@ def test_plain_model_with_other_names_is_refused_unchanged(
     with pytest.raises(StateError, match=r"other\.weight"):
         load_sharded(plain, tmp_path)
     assert torch.equal(plain["other"].weight, before)
+
+
+def test_save_that_replaces_files_while_they_are_loaded_is_named(
+    group_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The metadata of the old save name files that the new save deletes."""
+    model, read_into = nn.Linear(3, 4), _files.read_into
+    fully_shard(model)
+    save_sharded(model, tmp_path)
+
+    def read_after_another_save(*args: object) -> None:
+        monkeypatch.undo()
+        save_sharded(model, tmp_path)
+        read_into(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(_files, "read_into", read_after_another_save)
+    plain = nn.Linear(3, 4)
+    with pytest.raises(CheckpointError, match="replaced the checkpoint while it was loaded"):
+        load_sharded(plain, tmp_path)
+    load_sharded(plain, tmp_path)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,7 +171,11 @@ def run_workers(rank: int, size: int, sources: dict[str, str]) -> dict[str, dict
 @pytest.fixture(scope="session")
 def _all_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Results by rank and module; one launch runs the workers of all selected modules."""
-    items = [each for each in request.session.items if "ranks" in each.fixturenames]  # type: ignore[attr-defined]
+    items = [
+        each
+        for each in request.session.items
+        if "ranks" in each.fixturenames and Path(__file__).parent in each.path.parents  # type: ignore[attr-defined]
+    ]
     sources = {each.module.__name__: each.module.WORKER for each in items}  # type: ignore[attr-defined]
     with contextlib.closing(Ranks("sac_policies", options=["-W", "error"])) as ranks:
         return ranks(2, f"{__file__}::run_workers", sources, timeout_s=180)

@@ -83,10 +83,14 @@ def load_sharded(
             )
             error.__cause__ = raised
         if len(world.agree(error, save_id)) > 1:
-            raise CheckpointError(
-                f"flat_param.load_sharded: a save to '{source}' replaced the checkpoint while it "
-                "was loaded. Load again when the save is over."
-            )
+            raise _replaced(source)
+
+
+def _replaced(source: Path) -> CheckpointError:
+    return CheckpointError(
+        f"flat_param.load_sharded: a save to '{source}' replaced the checkpoint while it was "
+        "loaded. Load again when the save is over."
+    )
 
 
 # torch.distributed.checkpoint.
@@ -128,7 +132,13 @@ def _from_dcp(
                 piece.is_stepped = True
             else:
                 target[key] = _memory_for(path[3], entries[key], params[path[2]])
-    read_into(reader, metadata, target)
+    save_id = _save_id(metadata)
+    try:
+        read_into(reader, metadata, target)
+    except FileNotFoundError as error:
+        if _save_id(reader.read_metadata()) != save_id:
+            raise _replaced(source) from error
+        raise
     missing = own.keys() - {path[1] for path in paths.values() if path[0] == "model"}
     empty = {name: own[name] for name in missing if is_extra(name) and not own[name]}
     state: dict[str, Any] = {"model": empty}
@@ -139,7 +149,11 @@ def _from_dcp(
             f"flat_param.load_sharded: '{source}' was saved with flatten_optimizer_state_dict, "
             "which is not read. Load it with torch.distributed.checkpoint, or save it without."
         )
-    return state, str(metadata.storage_meta and metadata.storage_meta.save_id)
+    return state, save_id
+
+
+def _save_id(metadata: Any) -> str:
+    return str(metadata.storage_meta and metadata.storage_meta.save_id)
 
 
 def _memory(entry: Any) -> Tensor | None:
