@@ -285,7 +285,7 @@ def _measured(leaves: Sequence[_Leaf], step: Step) -> _Sizes:
 
 
 def _best(leaves: Sequence[_Leaf], sizes: _Sizes) -> list[Run]:
-    """Return the partition with the lowest peak; of equal ones, that which holds less."""
+    """Return the partition with the lowest peak, and among equal peaks the smallest inputs."""
     count = len(leaves)
     best = [(at, at + 1) for at in range(count)]
     low, high = 0, sizes.peak(best)

@@ -581,7 +581,14 @@ class TapeValues:
             fake tensors, which a region of real tensors must ignore.
         checks: whether replays are compared with the bits of the forward.
         wholes: of inner tensors of wrapper subclasses, the wrapper and its version.
+        decide: method of the subclass that counts a call, and returns whether the policy keeps its
+            result.
+        follow_range: method of the subclass that switches recording off while FSDP gathers or frees
+            parameters.
     """
+
+    decide: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], bool]
+    follow_range: Callable[[Any, tuple[Any, ...]], None]
 
     def __init__(self, outer: Hooks | None, offloads: bool, use: PolicyUse) -> None:
         self._outer, self._use = outer, use
@@ -603,14 +610,6 @@ class TapeValues:
         self.wholes: dict[int, tuple[ref[torch.Tensor], ref[torch.Tensor], int]] = {}
         self.offloads: Offloads | None = None
         self._lock = threading.RLock()
-
-    def decide(self, recorder: Any, out: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
-        """Count a call, and return whether the policy keeps its result."""
-        raise NotImplementedError
-
-    def follow_range(self, op: Any, args: tuple[Any, ...]) -> None:
-        """Record nothing while FSDP gathers or frees parameters."""
-        raise NotImplementedError
 
     # Known tensors
 
