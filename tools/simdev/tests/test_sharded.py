@@ -41,7 +41,8 @@ WAYS = {
         "shape": "sharded",
     },
 }
-SHAPES = ("sharded", "replicated")
+SLOW_US = 4 * KERNEL_US  # a unit computes for two kernels in forward
+TIMED = ("prefetch", "not sharded", "offloads")
 TWO_STREAMS = {name for name in WAYS if name.endswith("two streams")}
 
 
@@ -161,7 +162,7 @@ def train(rank, size, micro_batches=1, no_sync=False, jitter=False, beside=False
     return {"races": races + sim.races(), "off": off, "held": held}
 
 
-def step_in_virtual_time(rank, size, comm_us, shape=None):
+def step_in_virtual_time(rank, size, comm_us, copy_us=0, **options):
     """Return microseconds of a step and of the host, the number of collectives, and reserved bytes
     beyond the start.
 
@@ -171,9 +172,9 @@ def step_in_virtual_time(rank, size, comm_us, shape=None):
     gc.collect()
     sim.empty_cache()
     before = sim.memory()["reserved"]
-    trained = sharded(size, shape)
+    trained = sharded(size, **options)
     data = batches(rank, 1).to("simdev:0")
-    sim.simulate(virtual=True, kernel_us=KERNEL_US, comm_us=comm_us, log=True)
+    sim.simulate(virtual=True, kernel_us=KERNEL_US, comm_us=comm_us, copy_us=copy_us, log=True)
     for _ in range(3):
         trained.zero_grad()
         sim.synchronize_all()
@@ -216,13 +217,16 @@ def all_ways(rank, size, names):
     for name in names:
         torch.simdev.reset()
         told[name] = train(rank, size, **WAYS[name])
-    for shape in SHAPES:
+    for way in TIMED:
         torch.simdev.reset()
-        alone = told[shape, "alone"] = step_in_virtual_time(rank, size, 0, shape)
+        alone = told[way, "alone"] = step_in_virtual_time(rank, size, 0, **WAYS[way])
         torch.simdev.reset()
         comm_us = alone["us"] / alone["collectives"] / 2  # computing takes twice as long
-        beside = step_in_virtual_time(rank, size, comm_us, shape)
-        told[shape, "beside"] = beside | {"comm_us": comm_us}
+        copy_us = comm_us / 2 if way == "offloads" else 0
+        beside = step_in_virtual_time(rank, size, comm_us, copy_us, **WAYS[way])
+        told[way, "beside"] = beside | {"comm_us": comm_us}
+    torch.simdev.reset()
+    told["slow gathers"] = step_in_virtual_time(rank, size, SLOW_US)
     told["offloaded"] = host_us_in_forward(rank, size)
     lower = MixedPrecisionPolicy(torch.bfloat16)
     told["offloaded and cast"] = host_us_in_forward(rank, size, mp_policy=lower)
@@ -253,20 +257,33 @@ def test_nothing_is_held_back_in_a_steady_step(two, way):
 
 
 @pytest.mark.parametrize(
-    ("shape", "collectives", "exposed"), [("sharded", 3, 2), ("replicated", 1, 1)]
+    ("way", "collectives", "exposed"),
+    [("prefetch", 3, 2), ("not sharded", 1, 1), ("offloads", 3, 3)],
 )
-def test_only_first_gather_and_last_reduction_are_exposed(two, shape, collectives, exposed):
-    """A unit computes longer than a collective takes; up to one kernel runs after the last one."""
+def test_only_first_gather_and_last_reduction_are_exposed(two, way, collectives, exposed):
+    """A unit computes longer than a collective takes; up to one kernel runs after the last one.
+
+    Of offloaded units also the first and the last copy, which take half as long.
+    """
     for told in two:
-        alone, beside = told[shape, "alone"], told[shape, "beside"]
+        alone, beside = told[way, "alone"], told[way, "beside"]
         assert beside["collectives"] >= collectives * UNITS
         assert beside["us"] - alone["us"] <= exposed * beside["comm_us"] + KERNEL_US
+
+
+def test_forward_is_as_short_as_its_gathers_if_they_take_longer(two):
+    """The units' gathers follow each other, and the last unit computes after the last one."""
+    hidden = 1 + 2 * (UNITS - 1)  # kernels: the first layer, and all units but the last
+    for told in two:
+        gathers, last_reduction = (1 + UNITS) * SLOW_US, SLOW_US
+        shortest = told["prefetch", "alone"]["us"] - hidden * KERNEL_US + gathers + last_reduction
+        assert told["slow gathers"]["us"] <= shortest + KERNEL_US
 
 
 def test_host_waits_for_nothing_in_a_step(two):
     """Neither to compare orders with other ranks nor to set gradients."""
     for told in two:
-        assert told["sharded", "beside"]["host_us"] <= 0.01 * told["sharded", "beside"]["us"]
+        assert told["prefetch", "beside"]["host_us"] <= 0.01 * told["prefetch", "beside"]["us"]
 
 
 @pytest.mark.parametrize("way", ["offloaded", "offloaded and cast"])
@@ -282,7 +299,7 @@ def test_memory_is_that_of_two_units(two):
     """
     activations = (UNITS + 2) * 2 * 4 * 8 * WIDTH
     for told in two:
-        held = told["sharded", "beside"]["bytes"] - activations - 2 * OUTER_BYTES
+        held = told["prefetch", "beside"]["bytes"] - activations - 2 * OUTER_BYTES
         assert held <= (2 + 2) * UNIT_BYTES
 
 

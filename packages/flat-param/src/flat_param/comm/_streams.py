@@ -55,7 +55,8 @@ class SideWork:
 
     Args:
         device: an accelerator.
-        lane: "in" for gathers and copies to the device, "out" for copies to the host.
+        lane: "in" for gathers, "copy" for copies of shards to the device, "out" for those of
+            gradients to the host, "word" for what ranks agree on.
         waits: whether the work begins after the work that is queued on the current stream.
 
     Attributes:
@@ -106,6 +107,11 @@ class SideWork:
 def side_stream(device: torch.device, lane: str) -> torch.Stream:
     """The side stream of a device; see `SideWork`."""
     return torch.Stream(device)
+
+
+def wait_in(device: torch.device, lane: str) -> None:
+    """Have a side stream wait for the work that is queued on the current stream."""
+    side_stream(device, lane).wait_stream(torch.accelerator.current_stream(device))
 
 
 def is_capturing(device: torch.device) -> bool:

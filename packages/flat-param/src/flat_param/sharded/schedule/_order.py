@@ -65,7 +65,7 @@ class Agreement:
         spread, copied = _trails(comms.gather, comms.reduce), _trails(comms.replicate)
         values = [*_word(spread), *self._used, *_word(copied)]
         on_host = torch.tensor(values, dtype=torch.uint8, pin_memory=device.type != "cpu")
-        copy = None if device.type == "cpu" else SideWork(device, "out", waits=False)
+        copy = None if device.type == "cpu" else SideWork(device, "word", waits=False)
         with copy or nullcontext():  # computation does not wait for the word
             said = on_host.to(device, non_blocking=True)
             largest = partial(Communicator.all_reduce, op=dist.ReduceOp.MAX, of_unit=False)

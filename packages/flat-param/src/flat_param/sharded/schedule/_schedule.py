@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from ..._errors import StateError
 from ..._torch_compat import at_end_of_backward, is_view, version_of, will_run
 from ...comm._comm import BufferPool, CommLog
-from ...comm._streams import is_capturing
+from ...comm._streams import is_capturing, wait_in
 from ..tensor._nested import cast_floats, tensors_in
 from ..unit._segment import ShardedSegment
 from ..unit._strays import look_for_strays, registrations
@@ -149,6 +149,10 @@ class Schedule:
             # A backward may have been stopped before its pass was recorded here.
             for each in self.units:
                 each.drop_leaf_grads()
+        offloaded = [each for each in self.units if each.options.cpu_offload]
+        for device in {part.device for each in offloaded for part in each.parts}:
+            if device.type != "cpu":
+                wait_in(device, "copy")  # shards may be written to by work before the pass
         self.current.forward = forward = ForwardPass()
         return forward
 

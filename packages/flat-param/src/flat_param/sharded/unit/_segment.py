@@ -130,6 +130,7 @@ class ShardedSegment:
         self._users: list[torch.Stream] = []  # streams that read the full buffer
         self._is_captured = False  # whether they do so in a graph
         self._copy: SideWork | None = None
+        self._copied: tuple[Tensor, SideWork] | None = None
         self._home = HERE
         self.make_full()
 
@@ -202,30 +203,34 @@ class ShardedSegment:
                 self._is_captured = is_capturing(self.device)
             self._users.append(here)
 
-    def gather_into(self, full: Tensor, *, waits: bool = True) -> Pending:
+    def gather_into(
+        self, full: Tensor, *, waits: bool = True, copy_waits: bool | None = None
+    ) -> Pending:
         """Begin to fill `full` (world*shard,), of any dtype. Collective.
 
-        On an accelerator all work is on a side stream, which also owns the memory of the full
-        buffer. Before that stream reuses the memory, it waits for the streams that have read it,
-        see `free`.
+        On an accelerator all work is on side streams. The stream of gathers also owns the memory of
+        the full buffer. Before it reuses the memory, it waits for the streams that have read it,
+        see `free`. A shard in host memory is copied on another one, while earlier units are
+        gathered.
 
         Args:
             full: the buffer; its storage is allocated if it is free.
             waits: whether the gather begins after the work that is queued on the current stream,
                 which may change the shard.
+            copy_waits: the same for the copy of a shard in host memory; default: `waits`.
         """
         if full.device.type == "cpu":
             return self._gather(full)
         with SideWork(full.device, "in", waits=waits) as work:
-            pending = self._gather(full)
+            self._copy = None if self.shard.device == full.device else work
+            pending = self._gather(full, work, waits if copy_waits is None else copy_waits)
             if pending.work is None or pending.device is not None:
                 pending.wait()  # the side stream waits
             else:
                 pending.home = Home(work.stream)  # the host will wait, as with gloo
-        self._copy = None if self.shard.device == full.device else work
         return pending.then(work.wait)
 
-    def _gather(self, full: Tensor) -> Pending:
+    def _gather(self, full: Tensor, work: SideWork | None = None, waits: bool = True) -> Pending:
         memory = full.untyped_storage()
         if not memory.nbytes():
             memory.resize_(full.nbytes)
@@ -235,10 +240,25 @@ class ShardedSegment:
             part = full.copy_(part, non_blocking=True)
         else:
             if part.device != full.device:
-                part = part.to(full.device, non_blocking=True)
+                self.drop_copied()
+                with SideWork(full.device, "copy", waits=waits) as self._copy:
+                    part = part.to(full.device, non_blocking=True)
+                self._copy.wait()
+                self._copied = part, work
             part = part.to(full.dtype)
         pending = comm.all_gather(staged, part)
         return pending if staged is full else pending.then(partial(self._unstage, full, staged))
+
+    def drop_copied(self) -> None:
+        """Free the copy of a shard from host memory, once the gather has read it.
+
+        Units do so when their computation has been queued: the copy of the next unit is queued by
+        then, and does not wait for this gather.
+        """
+        if self._copied is not None:
+            with side_stream(self.device, "copy"):
+                self._copied[1].wait()
+            self._copied = None
 
     def synchronize(self) -> None:
         """Wait on the host for the last copy of the shard, so that the shard may be changed."""

@@ -167,10 +167,11 @@ class Unit:
         self._params = tuple([param for part in self.parts for param in part.params])
         self._registered = [(each.registry, each.key, each.leaf, each.param) for each in self.sites]
 
-    def start_gather(self, *, in_backward: bool = False) -> None:
+    def start_gather(self, *, in_forward: bool = False, in_backward: bool = False) -> None:
         """Begin to unshard the parameters. Collective.
 
-        In backward a gather waits for no computation, since parameters are as in forward.
+        In backward a gather waits for no computation, since parameters are as in forward. In
+        forward a copy from the host waits for none but that before the pass.
         """
         if self.is_unsharded or self._gathering is not None:
             return
@@ -180,7 +181,9 @@ class Unit:
         waits = not in_backward or is_captured or before != self._version
         self._gathering = gathering = []
         for part in self._gathered:
-            gathering.append(part.gather_into(part.full, waits=waits))
+            gathering.append(
+                part.gather_into(part.full, waits=waits, copy_waits=waits and not in_forward)
+            )
 
     def take_changes(self) -> None:
         """Copy in the values of parameters that have other memory; also follow `requires_grad`.
@@ -213,6 +216,9 @@ class Unit:
 
     def swap_out(self) -> None:
         """Set the optimizer's parameters, or the copies inside `whole_params()`."""
+        if self.options.cpu_offload:
+            for part in self._gathered:
+                part.drop_copied()
         if self.copies is None:
             for registry, key, _, param in self._registered:
                 registry[key] = param
@@ -231,10 +237,10 @@ class Unit:
         self.swap_out()
         return error
 
-    def unshard(self) -> None:
+    def unshard(self, *, in_forward: bool = False) -> None:
         """Gather the full parameters. Collective, unless they are gathered already."""
         if not self.is_unsharded:
-            self.start_gather()
+            self.start_gather(in_forward=in_forward)
             for pending in self._gathering or ():
                 pending.wait()
             self._gathering, self.is_unsharded = None, True
@@ -276,7 +282,7 @@ class Unit:
             self.take_changes()
             if self.is_stale:
                 self.reshard()
-        self.unshard()
+        self.unshard(in_forward=not in_backward)
         self.set_leaves()
 
     def set_leaves(self) -> None:
@@ -295,7 +301,7 @@ class Unit:
             if self.is_by_hand or not self.is_stale:
                 return False
             self.reshard()
-        self.start_gather()
+        self.start_gather(in_forward=True)
         return True
 
     def was_written(self, before: Sequence[int]) -> StateError:
