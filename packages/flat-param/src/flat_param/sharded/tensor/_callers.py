@@ -1,7 +1,7 @@
 """Code of torch and of other libraries that gets another answer than user code.
 
-It is recognised by the names of its modules and functions. Code whose names have changed gets the
-answer of user code.
+It is recognised by the names of its modules and functions, where no hook of torch or of its library
+serves. Code whose names have changed gets the answer of user code.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ class Callers:
     """Functions that ask the same question.
 
     Args:
-        asks: what they do.
-        why: why no hook of torch or of their library serves.
         who: their full names; `*` is any module or any function.
         through: prefixes of modules whose functions may be between them and this package.
     """
 
-    def __init__(self, asks: str, why: str, *who: str, through: tuple[str, ...] = ()) -> None:
-        self.asks, self.why, self.who, self.through = asks, why, frozenset(who), through
+    def __init__(self, *who: str, through: tuple[str, ...] = ()) -> None:
+        self.who, self.through = frozenset(who), through
 
     def frame(self) -> FrameType | None:
         """The frame of one of them, if it has called this package. None in compiled code."""
@@ -42,51 +40,48 @@ class Callers:
         return None
 
 
+# Read shapes, to compute bounds or to compare them with whole tensors. `__torch_function__` has
+# no caller, and other readers of shapes mean the local elements.
 INITIALISERS = Callers(
-    "Read shapes, to compute bounds or to compare them with whole tensors.",
-    "`__torch_function__` has no caller, and other readers of shapes mean the local elements.",
     "torch.nn.init.*",
     "torch.distributed.checkpoint.default_planner.create_default_local_load_plan",
-    *("*.reset_parameters", "*._reset_parameters", "*.init_weights", "*._init_weights"),
+    "*.reset_parameters",
+    "*._reset_parameters",
+    "*.init_weights",
+    "*._init_weights",
 )
 
-OPTIMIZERS = Callers(
-    "Take a parameter. Some make their state at construction, so their state dicts are followed.",
-    "Hooks for steps and state dicts exist, none for construction.",
-    "torch.optim.optimizer.add_param_group",
-)
+# Take a parameter. Some make their state at construction, so their state dicts are followed.
+# Hooks for steps and state dicts exist, none for construction.
+OPTIMIZERS = Callers("torch.optim.optimizer.add_param_group")
 
+# Look for infinities. The optimizer's other parameters say which ranks do. No hook of an optimizer
+# runs before it, and the function gets gradients only.
 SCALERS = Callers(
-    "Look for infinities. The optimizer's other parameters say which ranks do.",
-    "No hook of an optimizer runs before it, and the function gets gradients only.",
     "torch.amp.grad_scaler._unscale_grads_",
     "torch.distributed.fsdp.sharded_grad_scaler._unscale_grads_",
 )
 
-COLLECTIVES = Callers(
-    "Send elements, which are others on each rank.",
-    "Collectives have no `__torch_function__`.",
-    *("torch.distributed.distributed_c10d.*", "torch.distributed.utils.*"),
-)
+# Send elements, which are others on each rank. Collectives have no `__torch_function__`.
+COLLECTIVES = Callers("torch.distributed.distributed_c10d.*", "torch.distributed.utils.*")
 
-PIPELINES = Callers(
-    "Unshard a stage. A schedule that splits backwards is refused before anything is sent.",
-    "Later calls come on the ranks of some stages only, and name no schedule.",
-    "torch.distributed.pipelining.schedules.*",
-)
+# Unshard a stage. A schedule that splits backwards is refused before anything is sent. Later
+# calls come on the ranks of some stages only, and name no schedule.
+PIPELINES = Callers("torch.distributed.pipelining.schedules.*")
 
+# Take a model for sharded only if a parameter is a DTensor. `isinstance` reads only the class.
 LOOKING_FOR_DTENSORS = Callers(
-    "Take a model for sharded only if a parameter is a DTensor.",
-    "`isinstance` reads only the class.",
     "lightning.fabric.strategies.model_parallel.*",
     "lightning_fabric.strategies.model_parallel.*",
 )
 
+# Write, on one rank, the elements that a state dict has. Users save shards in the same way, on
+# every rank.
 SAVERS = Callers(
-    "Write, on one rank, the elements that a state dict has.",
-    "Users save shards in the same way, on every rank.",
     "accelerate.checkpointing.save_accelerator_state",
-    *("accelerate.accelerator.save_state", "accelerate.accelerator.get_state_dict"),
-    *("transformers.modeling_utils.save_pretrained", "peft.peft_model.save_pretrained"),
+    "accelerate.accelerator.save_state",
+    "accelerate.accelerator.get_state_dict",
+    "transformers.modeling_utils.save_pretrained",
+    "peft.peft_model.save_pretrained",
     through=("torch.", "accelerate.", "transformers.", "peft."),
 )
