@@ -190,7 +190,11 @@ def checks(namespace: dict[str, Any], *settings: str) -> Callable[..., dict[str,
 
 
 def be_rank(rank: int, world: int, script: str, folder: str, *args: Any) -> Any:
-    """Run a script on one rank; `FOLDER` in it is a folder that all ranks of the run have."""
+    """Run a script on one rank, or its checks if it has no `run`.
+
+    `FOLDER` in it is a folder that all ranks of the run have.
+    """
     module: Any = importlib.import_module(script)
     module.FOLDER = Path(folder)
-    return module.run(rank, world, *args)
+    run = getattr(module, "run", None) or checks(vars(module))
+    return run(rank, world, *args)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _harness import checks, raises
+from _harness import raises
 from _states import (
     fsdp2,
     full_values,
@@ -365,6 +365,3 @@ def check_offline_conversion(rank: int, world: int) -> None:
         train(model, optimizer, 0, 1)
         put(model, optimizer, state)
         same(plain_values(model, optimizer), truth(3))
-
-
-run = checks(globals())

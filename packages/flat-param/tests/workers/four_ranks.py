@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _harness import batches, checks, loss_of, raises, sharded, share
+from _harness import batches, loss_of, raises, sharded, share
 from _whole import whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,6 +49,3 @@ def check_sums_are_those_in_the_order_of_ranks(rank: int, world: int) -> None:
         model(inputs[rank]).square().sum().backward()
         for found, expected in zip(whole_grads(model).values(), total, strict=True):
             assert torch.equal(found, expected / world), boundary
-
-
-run = checks(globals())

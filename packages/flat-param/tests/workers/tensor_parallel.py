@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _harness import checks, raises, whole, whole_state
+from _harness import raises, whole, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -187,6 +187,3 @@ def check_what_cannot_be_cut_twice_is_refused(rank: int, world: int) -> None:
     text = "is a DTensor over ranks that would shard it, too"
     raises(flat_param.ParameterError, text, lambda: fully_shard(model.blocks[0]))
     raises(flat_param.ParameterError, text, lambda: fully_shard(model.blocks[0], mesh=mesh["tp"]))
-
-
-run = checks(globals())

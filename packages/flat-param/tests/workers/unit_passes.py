@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from _harness import WAYS, Block, batches, checks, loss_of, options_of, plain, sharded, share
+from _harness import WAYS, Block, batches, loss_of, options_of, plain, sharded, share
 from _whole import note, same_grads, same_step, whole_bytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -165,6 +165,3 @@ def check_a_loss_of_an_input_alone_sends_nothing(rank: int, world: int) -> None:
             if not after:
                 loss.backward()
     same_grads(model, reference)
-
-
-run = checks(globals())
