@@ -31,13 +31,6 @@ def test_a_sparse_grad_becomes_dense():
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-def test_a_grad_with_a_graph_is_left_to_its_owner(mlp, flat):
-    """`create_graph=True` keeps gradients that can be differentiated again."""
-    mlp(torch.randn(2, 5)).pow(2).sum().backward(create_graph=True)
-    assert all(param.grad.requires_grad for param in mlp.parameters())
-
-
-@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 def test_a_step_over_chunks_reads_gradients_with_a_graph(mlp):
     """After `create_graph=True` the step is the plain module's, and the graph stays."""
     plain, x = copy.deepcopy(mlp), torch.randn(2, 5)
