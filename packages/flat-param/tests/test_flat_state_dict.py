@@ -1,9 +1,5 @@
 """What `state_dict()` of a flattened module holds."""
 
-import copy
-import io
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -101,19 +97,6 @@ def test_swapped_data_is_saved_as_it_is(mlp):
     mlp[0].weight.data = torch.ones(7, 5)
     state = mlp.state_dict()
     assert state["0.weight"].tolist() == [[1.0] * 5] * 7
-
-
-def test_files_of_a_state_dict_are_as_large_as_the_plain_ones(mlp):
-    """With `torch.save` and with `pickle`; the whole buffer is not in them."""
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
-    plain = copy.deepcopy(model)
-    flatten(model)
-    sizes = []
-    for either in (plain, model):
-        file = io.BytesIO()
-        torch.save(either[0].state_dict(), file)
-        sizes.append((file.tell(), len(pickle.dumps(either.state_dict()))))
-    assert sizes[0] == sizes[1]
 
 
 def test_state_dicts_without_memory_are_left_alone():
