@@ -10,21 +10,21 @@ import pytest
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("phase", ["forward", "backward", "accumulation", "between", "by_hand"])
-def test_step_stopped_anywhere_leaves_nothing(ranks: Callable[..., list[Any]], phase: str) -> None:
-    """Every entry and return of a function is tried; the next gradients are the plain module's."""
-    (result,) = ranks(1, "interrupted", phase, 1, timeout_s=300)
-    assert result["places"] > 50
-    assert result["wrong"] == []
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward", "accumulation", "by_hand"])
+@pytest.mark.parametrize(
+    ("world", "phase", "stride"),
+    [
+        (2, "forward", 53),
+        (2, "backward", 53),
+        (2, "accumulation", 53),
+        (2, "by_hand", 53),
+        pytest.param(1, "by_hand", 1, marks=pytest.mark.nightly),
+    ],
+)
 def test_step_stopped_on_all_ranks_leaves_nothing(
-    ranks: Callable[..., list[Any]], phase: str
+    ranks: Callable[..., list[Any]], world: int, phase: str, stride: int
 ) -> None:
-    """Two ranks that are stopped at the same place go on as if nothing had been."""
-    for result in ranks(2, "interrupted", phase, 53, timeout_s=300):
+    """Ranks that are stopped at the same place go on; tests/stress tries every place of a step."""
+    for result in ranks(world, "interrupted", phase, stride, timeout_s=300):
         assert result["places"] > 50
         assert result["wrong"] == []
 
