@@ -61,15 +61,6 @@ def test_flattening_in_inference_mode_leaves_a_module_that_trains(mlp):
     assert flat.grad_norm()
 
 
-def test_swapped_data_is_taken_back_at_the_next_use(mlp, aliased):
-    """After `vector_to_parameters`, which replaces the memory."""
-    flat = flatten(mlp)
-    nn.utils.vector_to_parameters(torch.ones(66), mlp.parameters())
-    assert flat.norm() == torch.tensor(66.0).sqrt()
-    assert torch.equal(mlp[0].weight, torch.ones(7, 5))
-    assert aliased(mlp)
-
-
 class Slicing(nn.Module):
     """Builds a module in its forward, as transformers do with `self.layers[:n]`."""
 
@@ -147,25 +138,6 @@ def test_step_over_chunks_after_a_change_is_the_plain_one(mlp, change, compiled)
     assert all(map(torch.equal, *found))
 
 
-def test_step_over_chunks_trains_a_replaced_head_alone(mlp):
-    """No other parameter of the segment has a gradient that would tell of a backward."""
-    optimizer = torch.optim.SGD(flatten(mlp).chunks(), lr=0.1)
-    mlp[2] = nn.Linear(7, 3)
-    before = mlp[2].bias.detach().clone()
-    optimizer.zero_grad()
-    mlp[2](torch.ones(1, 7)).sum().backward()
-    optimizer.step()
-    assert torch.equal(mlp[2].bias, before - 0.1)
-
-
-def test_an_assigned_frozen_parameter_makes_a_new_plan(mlp, aliased):
-    """It goes to the frozen segment, which has no gradient."""
-    flat = flatten(mlp)
-    mlp[0].weight = nn.Parameter(torch.ones(7, 5), requires_grad=False)
-    assert list(flat.layouts) == ["float32.frozen", "float32"]
-    assert aliased(mlp)
-
-
 def test_tying_makes_a_new_plan(mlp, aliased):
     """A parameter given a second name has one place, and both names' gradients."""
     mlp.add_module("tied", nn.Linear(5, 7))
@@ -177,17 +149,6 @@ def test_tying_makes_a_new_plan(mlp, aliased):
     assert torch.equal(mlp[0].weight.grad, torch.full((7, 5), 2.0))
     assert mlp.tied.weight is mlp[0].weight
     assert aliased(mlp)
-
-
-def test_swapping_two_parameters_swaps_their_values(aliased):
-    """Each object keeps its values on its way through the other's name."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    first, second = model[0].weight.tolist(), model[1].weight.tolist()
-    flat = flatten(model)
-    model[0].weight, model[1].weight = model[1].weight, model[0].weight
-    assert flat.as_vector()[:9].tolist() == [x for row in second for x in row]
-    assert (model[0].weight.tolist(), model[1].weight.tolist()) == (second, first)
-    assert aliased(model)
 
 
 @pytest.mark.parametrize("name", ["0", "new"])
@@ -216,20 +177,6 @@ def test_parameters_are_added_and_removed(mlp, aliased):
     layer.weight = nn.Parameter(torch.ones(2, 2))
     layer(torch.ones(1, 2)).sum().backward()
     assert flat.grad_vector().tolist() == [1.0] * 4
-
-
-def test_a_functional_call_takes_nothing_in(mlp, aliased):
-    """Parameters that are there for one call only are not mistaken for new ones."""
-    flat = flatten(mlp)
-    kept = [(param, param.detach().clone()) for param in mlp.parameters()]
-    others = {name: nn.Parameter(torch.zeros_like(p)) for name, p in mlp.named_parameters()}
-    out = torch.func.functional_call(mlp, others, torch.ones(1, 5))
-    assert not out.any()
-    assert aliased(mlp)
-    for (param, value), now in zip(kept, mlp.parameters(), strict=True):
-        assert param is now
-        assert torch.equal(now, value)
-    assert not any(other.data_ptr() == flat.as_vector().data_ptr() for other in others.values())
 
 
 @pytest.mark.parametrize("how", ["parametrize", "weight_norm", "prune"])

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import flat_param
@@ -73,34 +70,6 @@ def unflattened(net: nn.Module) -> None:
     train(net)
 
 
-def stopped(net: nn.Module) -> None:
-    """In the middle of a backward."""
-    flat_param.flatten(net)
-
-    def stop(grad: Tensor) -> None:
-        raise KeyError("stop")
-
-    y = net[0](X)  # type: ignore[index]
-    y.register_hook(stop)
-    with pytest.raises(KeyError):
-        net[1](y).sum().backward()  # type: ignore[index]
-
-
-def failed(net: nn.Module) -> None:
-    """In the middle of `flatten`."""
-    watch, placed = Tensor.register_post_accumulate_grad_hook, []
-
-    def fail(param: Tensor, hook: Callable[[Tensor], None]) -> object:
-        if placed:
-            raise KeyError("fail")
-        placed.append(True)
-        return watch(param, hook)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(Tensor, "register_post_accumulate_grad_hook", fail)
-        flat_param.flatten(net)
-
-
 def sharded(way: str, *, trains: bool = True) -> Callable[[nn.Module], None]:
     """Two units, with an optimizer."""
 
@@ -121,7 +90,7 @@ def handled(net: nn.Module) -> None:
     flat_param.handle.FlatParamHandle(list(net.parameters()), net)
 
 
-COLLECTED = {way.__name__: way for way in (unflattened, stopped, failed, handled)}
+COLLECTED = {way.__name__: way for way in (unflattened, handled)}
 
 
 @pytest.mark.parametrize("way", COLLECTED)
@@ -228,42 +197,3 @@ def test_parameter_of_a_deleted_model_still_gets_a_gradient() -> None:
     nn.functional.linear(hidden, weights[1], biases[1]).sum().backward()
     for weight, grad in zip(weights, expected, strict=True):
         assert torch.equal(weight.grad, grad)
-
-
-GROWTH = """
-import gc
-from pathlib import Path
-from torch import nn
-import flat_param
-
-def once(flat):
-    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))  # 128 MiB
-    if flat:
-        flat_param.flatten(model)
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
-
-for flat in (False, True):
-    once(flat)
-    gc.collect()
-    before = resident()
-    for _ in range(4):
-        once(flat)
-        gc.collect()
-    print(resident() - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.nightly
-def test_memory_of_the_process_does_not_grow_with_flattened_models() -> None:
-    """Four models, flattened and deleted: at most 16 MiB more than without `flatten`.
-
-    In a process whose C library returns each freed tensor to the system at once.
-    """
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
-    command = [sys.executable, "-c", GROWTH]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    plain, flattened = map(float, found.stdout.split())
-    assert flattened - plain <= 16

@@ -15,14 +15,6 @@ DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.co
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-def test_load_vector_zeroes_what_lies_in_gaps(mlp):
-    """A vector of ones loads as ones in parameters and zeros between them."""
-    flat = flatten(mlp)
-    flat.load_vector(torch.ones(flat.numel))
-    assert int(flat.as_vector().sum()) == 66
-    assert torch.equal(flat.norm(), torch.tensor(66.0).sqrt())
-
-
 def test_functional_call_matches_loading_each_vector(mlp):
     """A batch of vectors under vmap gives what the module gives with each loaded."""
     flat = flatten(mlp)

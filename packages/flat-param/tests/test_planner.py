@@ -27,28 +27,12 @@ BLOCK = UnitShape("block", (ParamSpec("w", (10, 10), torch.float32),))
 ROOT = UnitShape("", (ParamSpec("head", (6,), torch.float32),))
 
 
-def test_bytes_full_shard_are_those_of_the_buffers() -> None:
-    """100 and 6 floats on 4 ranks: shards of 28 (aligned to 4) and 4 floats."""
-    plan = plan_training([BLOCK, ROOT], world_size=4)
-    assert plan.params == (28 + 4) * 4
-    assert plan.grads == plan.params
-    assert plan.optimizer == 2 * (28 + 4) * 4
-    assert plan.whole_params_peak == 4 * (28 + 4) * 4
-
-
 def test_mixed_precision_halves_whole_parameters() -> None:
     """Shards stay float32; full parameters are bfloat16."""
     high = plan_training([BLOCK, ROOT], world_size=4)
     low = plan_training([BLOCK, ROOT], world_size=4, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     assert low.params == high.params
     assert 2 * low.whole_params_peak == high.whole_params_peak
-
-
-def test_one_rank_has_no_whole_buffers() -> None:
-    """It computes with its shards, which are all of each parameter."""
-    plan = plan_training([BLOCK, ROOT], world_size=1)
-    assert plan.params == (100 + 8) * 4
-    assert plan.whole_params_peak == 0
 
 
 def test_parameters_that_stay_whole_are_summed() -> None:

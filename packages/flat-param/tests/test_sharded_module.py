@@ -6,7 +6,6 @@ import copy
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -113,6 +112,7 @@ CHOICES = (
     "set_requires_gradient_sync",
     "set_requires_all_reduce",
     "set_reshard_after_backward",
+    "set_reshard_after_forward",
     "set_unshard_in_backward",
     "unshard",
 )
@@ -124,19 +124,11 @@ def test_what_is_neither_yes_nor_no_is_refused(
     function: str, value: object, pair: nn.Module
 ) -> None:
     """Python takes most words for yes."""
-    text = f"flat_param.{function}: got {value!r}. Pass True or False."
+    takes_ranks = function == "set_reshard_after_forward" and isinstance(value, int)
+    rest = ", or shard over fewer ranks" if takes_ranks else "."  # names what does that
+    text = f"flat_param.{function}: got {value!r}. Pass True or False{rest}"
     with pytest.raises(StateError, match=re.escape(text)):
         getattr(pair, function)(value)
-
-
-@pytest.mark.parametrize(
-    ("value", "rest"), [(2, ", or shard over fewer"), ("no", "."), (None, ".")]
-)
-def test_freeing_after_forward_is_a_choice(value: Any, rest: str, pair: nn.Module) -> None:
-    """The error for a number names the mesh that has its effect."""
-    text = f"set_reshard_after_forward: got {value!r}. Pass True or False{rest}"
-    with pytest.raises(StateError, match=re.escape(text)):
-        pair.set_reshard_after_forward(value)
 
 
 @pytest.mark.accelerator

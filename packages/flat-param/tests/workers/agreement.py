@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _harness import checks, raises
+from _harness import raises
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -137,6 +137,3 @@ def check_mistake_of_one_rank_is_an_error_on_all(rank: int, world: int) -> None:
 def check_agreeing_ranks_are_not_counted(rank: int, world: int) -> None:
     """Agreement is no part of what a step communicates."""
     assert fully_shard(layers()).comm_counts() == {}
-
-
-run = checks(globals())

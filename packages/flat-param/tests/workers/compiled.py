@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from _harness import batches, checks, distance, loss_of, plain, sharded, share, whole_state
+from _harness import batches, distance, loss_of, plain, sharded, share, whole_state
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -130,6 +130,3 @@ def check_forward_after_a_failed_export(rank: int, world: int) -> None:
     assert "cannot trace the collectives of a sharded module" in str(found[0]), found[0]
     assert torch.equal(model(x).detach(), before)
     assert distance(whole_state(model), whole_state(sharded())) == 0
-
-
-run = checks(globals())

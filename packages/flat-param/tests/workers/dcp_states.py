@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _harness import checks, raises
+from _harness import raises
 from _states import (
     fsdp2,
     full_values,
@@ -28,7 +28,6 @@ from _states import (
     values_of,
 )
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -352,19 +351,3 @@ def check_checkpoints_of_fsdp2_and_of_plain_models(rank: int, world: int) -> Non
         optimizer = optimizer_of(model)
         load(model, optimizer, f"{FOLDER}/{boundary}")
         same(plain_values(model, optimizer), truth(3))
-
-
-def check_offline_conversion(rank: int, world: int) -> None:
-    """`dcp_to_torch_save` gives a state for a plain model."""
-    if rank == 0:
-        path = f"{FOLDER}/whole.pt"
-        dcp_to_torch_save(f"{FOLDER}/element", path)
-        state = torch.load(path, weights_only=False)
-        model = plain(9)
-        optimizer = optimizer_of(model)
-        train(model, optimizer, 0, 1)
-        put(model, optimizer, state)
-        same(plain_values(model, optimizer), truth(3))
-
-
-run = checks(globals())

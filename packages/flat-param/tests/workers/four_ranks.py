@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _harness import batches, checks, loss_of, raises, sharded, share
+from _harness import batches, loss_of, sharded, share
 from _whole import whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import flat_param
-
-
-def check_errors_of_whole_modules_are_their_own(rank: int, world: int) -> None:
-    """A wrong input of a unit that computes stays torch's error."""
-    model = sharded()
-    model.blocks[0].up.register_forward_pre_hook(lambda *_: torch.ones(2, 3))
-    (ids,) = batches(world, 1)
-    raises(RuntimeError, "shapes cannot be multiplied", lambda: loss_of(model, share(ids, rank)))
 
 
 def check_copies_in_another_order_are_named(rank: int, world: int) -> None:
@@ -49,6 +41,3 @@ def check_sums_are_those_in_the_order_of_ranks(rank: int, world: int) -> None:
         model(inputs[rank]).square().sum().backward()
         for found, expected in zip(whole_grads(model).values(), total, strict=True):
             assert torch.equal(found, expected / world), boundary
-
-
-run = checks(globals())

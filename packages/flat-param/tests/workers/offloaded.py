@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from _harness import batches, checks, loss_of, same_bits, sharded, share
+from _harness import batches, loss_of, same_bits, sharded, share
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -94,6 +94,3 @@ def check_load_that_fails_elsewhere_leaves_state(rank: int, world: int) -> None:
     type(optimizer).load_state_dict = load
     same_bits(flat_param.full_state_dict(model, optimizer=optimizer), before)
     train(model, optimizer, batches(world, 1), rank)
-
-
-run = checks(globals())

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _harness import checks, raises
+from _harness import raises
 from _states import (
     UNUSED,
     full_values,
@@ -548,6 +548,3 @@ class HeadTied(nn.Module):
         for layer in model.layers:
             flat_param.fully_shard(layer)
         return flat_param.fully_shard(model)
-
-
-run = checks(globals())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch._dynamo  # wraps torch.manual_seed
 import torch.distributed as dist
-from _harness import checks, options_of, raises, same_bits, whole_state
+from _harness import options_of, raises, same_bits, whole_state
 from _whole import same_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -379,6 +379,3 @@ def check_searches_for_nodes_in_graphs_are_refused(rank: int, world: int) -> Non
     ):
         raises(flat_param.StateError, "Use register_post_accumulate_grad_hook", search)
     loss.backward()
-
-
-run = checks(globals())

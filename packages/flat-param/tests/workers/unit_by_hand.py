@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from _harness import (
     batches,
-    checks,
     distance,
     loss_of,
     options_of,
@@ -232,6 +231,3 @@ def check_units_around_take_up_what_is_there(rank: int, world: int) -> None:
     ]
     outer(torch.ones(1, 4)).sum().backward()
     assert all(param.grad is not None or not param.numel() for param in outer.parameters())
-
-
-run = checks(globals())

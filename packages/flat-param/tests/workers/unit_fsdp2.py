@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _harness import checks, options_of, same_bits, whole_state
+from _harness import options_of, same_bits, whole_state
 from _whole import plain_grads, whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -230,6 +230,3 @@ def check_list_is_gathered_once(rank: int, world: int) -> None:
         model(torch.arange(8).view(2, 4))
     gathers = model.comm_counts().get("all_gather")
     assert (gathers.calls if gathers else 0) == (0 if world == 1 else 4)
-
-
-run = checks(globals())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import checks, options_of, raises, same_bits, whole, whole_state
+from _harness import options_of, raises, same_bits, whole, whole_state
 from _whole import whole_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -262,6 +262,3 @@ def check_ties_to_ignored_ones_are_refused_by_name(rank: int, world: int) -> Non
     text = "parameter 'scale' is tied to 'scale' in a unit beside this module"
     scale = model.second.scale
     raises(ParameterError, text, lambda: fully_shard(model.second, ignored_params={scale}))
-
-
-run = checks(globals())

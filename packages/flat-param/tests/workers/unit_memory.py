@@ -9,7 +9,6 @@ from _harness import (
     WAYS,
     Block,
     batches,
-    checks,
     loss_of,
     options_of,
     plain,
@@ -56,6 +55,3 @@ def check_frozen_segments_have_no_gradient_memory_or_traffic(rank: int, world: i
     assert all(not block._flat_param.trained for block in model.blocks)
     assert model.blocks[0].up.weight.grad is None
     assert model.head.weight.grad is not None
-
-
-run = checks(globals())

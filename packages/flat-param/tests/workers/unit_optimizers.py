@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from _harness import batches, checks, loss_of, plain, sharded, share, whole_state
+from _harness import batches, loss_of, plain, sharded, share, whole_state
 from torch import nn
 
 import flat_param
@@ -107,6 +107,3 @@ def check_units_in_another_order_are_named_on_every_rank(rank: int, world: int) 
     model.order = (0, 1, 2)
     loss_of(model, share(ids, rank)).backward()
     assert model.head.weight.grad is not None
-
-
-run = checks(globals())

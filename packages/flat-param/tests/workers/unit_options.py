@@ -12,7 +12,6 @@ from _harness import (
     WAYS,
     Model,
     batches,
-    checks,
     distance,
     loss_of,
     options_of,
@@ -125,6 +124,3 @@ def check_weights_tied_to_a_unit_beside_are_refused_by_name(rank: int, world: in
             raises(flat_param.ParameterError, "or shard their common", partial(move, model[1]))
         assert type(model[1]) is nn.Linear
         assert model[1].weight is model[0].weight is before
-
-
-run = checks(globals())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
-from _harness import batches, checks, loss_of, plain, raises, same_bits, sharded, share, whole_state
+from _harness import batches, loss_of, plain, raises, same_bits, sharded, share, whole_state
 from _whole import whole_bytes, whole_grads
 from torch import Tensor, nn
 
@@ -154,6 +154,3 @@ def check_wrong_lists_are_refused_by_name(rank: int, world: int) -> None:
                 lambda name=name, modules=modules: getattr(block, name)(modules),
             )
     assert _seen(model, ids, rank) == before
-
-
-run = checks(globals())

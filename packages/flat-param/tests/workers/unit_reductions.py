@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import Model, batches, checks, loss_of, plain, raises, same_bits, share, whole_state
+from _harness import Model, batches, loss_of, plain, raises, same_bits, share, whole_state
 from _whole import plain_grads, whole_bytes, whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -244,6 +244,3 @@ def check_values_of_a_step_are_never_stale(rank: int, world: int) -> None:
     with silent.no_sync():
         step(silent, rank, 1)
     assert whole_bytes(silent) == 0
-
-
-run = checks(globals())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import WAYS, checks, distance, options_of, raises, whole_state
+from _harness import WAYS, distance, options_of, raises, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -126,6 +126,3 @@ def check_plain_modules_are_asked_alone(rank: int, world: int) -> None:
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == (8 if rank == 0 else 16)
-
-
-run = checks(globals())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from _harness import batches, checks, loss_of, options_of, plain, raises, sharded, share
+from _harness import batches, loss_of, options_of, plain, raises, sharded, share
 from _whole import same_grads, same_step, whole_bytes
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -185,6 +185,3 @@ def check_freeing_is_switched_off_and_on(rank: int, world: int) -> None:
     assert same_step(model, plain(), ids, rank) == steps["ZeRO-3"]
     model.blocks[1].set_reshard_after_forward(reshard_after_forward=False)
     assert same_step(model, plain(), ids, rank) == steps["ZeRO-3"] - 1
-
-
-run = checks(globals())

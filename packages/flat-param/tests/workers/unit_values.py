@@ -9,7 +9,6 @@ import torch.distributed as dist
 from _harness import (
     WAYS,
     batches,
-    checks,
     distance,
     loss_of,
     options_of,
@@ -219,6 +218,3 @@ def check_sums_over_ranks_stay_in_the_range_of_float16(rank: int, world: int) ->
         fully_shard(layer, mp_policy=precision, **options_of(way))
         (40000 * layer(torch.ones(1, 1))).sum().backward()
         assert torch.equal(whole_grads(layer)["weight"], torch.full((8, 1), 40000.0)), way
-
-
-run = checks(globals())
