@@ -170,6 +170,15 @@ def check_initialisers_draw_the_whole(rank: int, world: int) -> None:
             torch.manual_seed(5)
             each.apply(init)
         same_bits(whole_state(model), dict(reference.state_dict()), init, boundary)
+    # Each rank has all elements of a matrix, by chance.
+    reference, model = (
+        nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(world)]) for _ in range(2)
+    )
+    flat_param.fully_shard(model)
+    for each in (reference, model):
+        torch.manual_seed(5)
+        each.apply(initialize_weights)
+    same_bits(whole_state(model), dict(reference.state_dict()))
     reference, model = pair()
     noise = []
     for each in (reference, model):
@@ -177,6 +186,12 @@ def check_initialisers_draw_the_whole(rank: int, world: int) -> None:
         noise.append([torch.randn_like(param) for param in each.parameters()])
     for whole, piece in zip(*noise, strict=True):
         assert torch.equal(piece.full_tensor(), whole)  # type: ignore[operator]
+
+
+def initialize_weights(module: nn.Module) -> None:
+    """A user's function, which reads shapes."""
+    if isinstance(module, nn.Linear):
+        nn.init.orthogonal_(module.weight, gain=module.weight.shape[1] ** 0.5)
 
 
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather")
@@ -191,6 +206,7 @@ def check_what_needs_the_whole_is_refused(rank: int, world: int) -> None:
     for tensor in (param, param.grad, param.detach() * 2, param.data.bool(), shard):
         calls: dict[str, Callable[[Any], Any]] = {
             "__getitem__": lambda t: t[0],
+            "slice": lambda t: t[: t.shape[0]],
             "__setitem__": lambda t: t.__setitem__(0, 1),
             "numpy": lambda t: t.detach().numpy(),
             "tolist": lambda t: t.tolist(),
@@ -215,6 +231,36 @@ def check_what_needs_the_whole_is_refused(rank: int, world: int) -> None:
     assert "elements 0 to" in repr(param) or "no element" in repr(param) or rank
     raises(flat_param.StateError, "the loss was computed with it", param.norm().backward)
     raises(flat_param.StateError, "computes with it", lambda: param * torch.ones(1, 9, 9))
+
+
+def check_whole_tensors_beside_pieces(rank: int, world: int) -> None:
+    """They are compared; other functions refuse them, and say how to write them."""
+    reference, model = pair()
+    backward(reference, model)
+    for whole, piece in tensors_of(reference, model):
+        assert torch.equal(piece, whole) and torch.equal(whole, piece)
+        assert torch.allclose(piece, whole) and not torch.equal(piece, whole + 1)
+    grad: Any = model[0].weight.grad
+    mask = reference[0].weight.detach() > 0
+    text = "mul_ with a whole tensor was called with parameter 'weight' of unit '0'"
+    raises(flat_param.ParameterError, text, lambda: grad.mul_(mask))
+    grad.copy_(grad.full_tensor() * mask)
+    assert torch.equal(grad.full_tensor(), reference[0].weight.grad * mask)  # type: ignore[operator]
+
+
+def check_gradients_are_cleared_by_hand(rank: int, world: int) -> None:
+    """As loops do that were written for old torch; `autograd.grad` is refused."""
+    reference, model = pair()
+    for each in (reference, model):
+        backward(each)
+        for param in each.parameters():
+            param.grad.detach_().zero_()  # type: ignore[union-attr]
+        backward(each, step=1)
+    same_grads(model, reference)
+    loss, params = model(torch.ones(2, 5)).sum(), list(model.parameters())
+    text = "Call backward(), and read this rank's piece in .grad"
+    raises(flat_param.ParameterError, text, lambda: torch.autograd.grad(loss, params))
+    loss.backward()
 
 
 MODULES = (

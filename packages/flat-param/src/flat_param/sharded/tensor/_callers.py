@@ -48,6 +48,8 @@ INITIALISERS = Callers(
     "torch.nn.init.*",
     "torch.distributed.checkpoint.default_planner.create_default_local_load_plan",
     *("*.reset_parameters", "*._reset_parameters", "*.init_weights", "*._init_weights"),
+    *("*.init_parameters", "*._init_parameters", "*.initialize_weights", "*._initialize_weights"),
+    *("*.initialize_parameters", "*._initialize_parameters", "*.weights_init", "*.init_params"),
 )
 
 OPTIMIZERS = Callers(
