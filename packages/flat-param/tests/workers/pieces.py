@@ -52,6 +52,38 @@ class RootMeanSquare(torch.optim.SGD):
                 param.sub_(param.grad * (param.norm() / param.numel() ** 0.5))
 
 
+class ByShape(torch.optim.SGD):
+    """Steps matrices in another way than vectors, and tells them by their sizes."""
+
+    def is_matrix(self, param: Tensor) -> bool:
+        """As some versions of Muon do."""
+        return len([size for size in param.shape if size > 1]) > 1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                moment = self.state[param].setdefault("moment", torch.zeros(param.shape))
+                moment.add_(param.grad)
+                param.sub_(moment.sign() if self.is_matrix(param) else moment, alpha=0.01)
+
+
+class BySize(ByShape):
+    """Asks for a single size."""
+
+    def is_matrix(self, param: Tensor) -> bool:
+        """Of each dimension."""
+        return param.dim() > 1 and param.size(1) > 1
+
+
+class ByDimensions(ByShape):
+    """Asks for dimensions only."""
+
+    def is_matrix(self, param: Tensor) -> bool:
+        """A piece has as many as its parameter."""
+        return len(param.shape) > 1
+
+
 def build() -> nn.Sequential:
     """Layers of sizes that ranks divide unevenly; ranks have no element of some biases."""
     torch.manual_seed(0)
@@ -367,6 +399,23 @@ def check_root_mean_squares_are_refused_before_a_step(rank: int, world: int) -> 
         RootMeanSquare(each.parameters(), lr=0.1).step()
     for name, value in whole_state(model).items():
         assert torch.allclose(value, reference.state_dict()[name])
+
+
+def check_optimizers_that_read_sizes_are_refused_before_a_step(rank: int, world: int) -> None:
+    """Those of a piece say nothing, unless it has whole tensors, or rows."""
+    for kind in (ByShape, BySize):
+        _, model = pair()
+        backward(model)
+        before = whole_state(model)
+        step = kind(model.parameters(), lr=0.1).step
+        raises(flat_param.ParameterError, f"{kind.__name__} reads sizes of parameter", step)
+        same_bits(whole_state(model), before)
+    for kind, boundary in ((ByDimensions, "element"), (ByShape, "tensor"), (BySize, "row")):
+        reference, model = pair(boundary=boundary)
+        backward(reference, model)
+        for each in (reference, model):
+            kind(each.parameters(), lr=0.1).step()
+        same_bits(whole_state(model), dict(reference.state_dict()), kind, boundary)
 
 
 def check_averages_of_parameters(rank: int, world: int) -> None:

@@ -38,6 +38,7 @@ from ._reductions import (
     NoGradient,
     Part,
     Trial,
+    TrialShape,
     any_of_initialised,
     check_all_ranks_search,
     dims_of,
@@ -78,6 +79,8 @@ def _get(func: Any, args: Any) -> Any:
         return _marked(found, args[0])
     if func in _SHAPES and INITIALISERS.frame():
         return _shape_of_whole(func, args, {})
+    if isinstance(found, torch.Size):
+        return _noted(found, args[0])
     if func == _IS_LEAF and (taking := OPTIMIZERS.frame()):
         # By name: that module imports this one.
         state: Any = import_module("flat_param.sharded.state._optim_state")
@@ -102,9 +105,21 @@ def _question(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return _text(args[0])
     with without_torch_function():
         found = func(*args, **kwargs)
+    if name == "size":
+        return _noted(found, args[0])
     if name == "data_ptr" and not found:
         return id(piece_of(args[0]))  # accelerate tells parameters apart by their addresses
     return _marked(found, args[0]) if name == "detach" else found
+
+
+def _noted(found: Any, tensor: Tensor) -> Any:
+    """Note in a trial that a size is read, unless this rank has whole rows or blocks."""
+    if not Trial.is_on or getattr(piece_of(tensor), "has_whole_blocks", False):
+        return found
+    if isinstance(found, torch.Size):
+        return TrialShape(found)
+    Trial.called.add("size")
+    return found
 
 
 def _text(tensor: Tensor) -> str:
