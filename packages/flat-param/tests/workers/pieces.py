@@ -52,6 +52,38 @@ class RootMeanSquare(torch.optim.SGD):
                 param.sub_(param.grad * (param.norm() / param.numel() ** 0.5))
 
 
+class ByShape(torch.optim.SGD):
+    """Steps matrices in another way than vectors, and tells them by their sizes."""
+
+    def is_matrix(self, param: Tensor) -> bool:
+        """As some versions of Muon do."""
+        return len([size for size in param.shape if size > 1]) > 1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                moment = self.state[param].setdefault("moment", torch.zeros(param.shape))
+                moment.add_(param.grad)
+                param.sub_(moment.sign() if self.is_matrix(param) else moment, alpha=0.01)
+
+
+class BySize(ByShape):
+    """Asks for a single size."""
+
+    def is_matrix(self, param: Tensor) -> bool:
+        """Of each dimension."""
+        return param.dim() > 1 and param.size(1) > 1
+
+
+class ByDimensions(ByShape):
+    """Asks for dimensions only."""
+
+    def is_matrix(self, param: Tensor) -> bool:
+        """A piece has as many as its parameter."""
+        return len(param.shape) > 1
+
+
 def build() -> nn.Sequential:
     """Layers of sizes that ranks divide unevenly; ranks have no element of some biases."""
     torch.manual_seed(0)
@@ -170,6 +202,15 @@ def check_initialisers_draw_the_whole(rank: int, world: int) -> None:
             torch.manual_seed(5)
             each.apply(init)
         same_bits(whole_state(model), dict(reference.state_dict()), init, boundary)
+    # Each rank has all elements of a matrix, by chance.
+    reference, model = (
+        nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(world)]) for _ in range(2)
+    )
+    flat_param.fully_shard(model)
+    for each in (reference, model):
+        torch.manual_seed(5)
+        each.apply(initialize_weights)
+    same_bits(whole_state(model), dict(reference.state_dict()))
     reference, model = pair()
     noise = []
     for each in (reference, model):
@@ -177,6 +218,12 @@ def check_initialisers_draw_the_whole(rank: int, world: int) -> None:
         noise.append([torch.randn_like(param) for param in each.parameters()])
     for whole, piece in zip(*noise, strict=True):
         assert torch.equal(piece.full_tensor(), whole)  # type: ignore[operator]
+
+
+def initialize_weights(module: nn.Module) -> None:
+    """A user's function, which reads shapes."""
+    if isinstance(module, nn.Linear):
+        nn.init.orthogonal_(module.weight, gain=module.weight.shape[1] ** 0.5)
 
 
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather")
@@ -191,6 +238,7 @@ def check_what_needs_the_whole_is_refused(rank: int, world: int) -> None:
     for tensor in (param, param.grad, param.detach() * 2, param.data.bool(), shard):
         calls: dict[str, Callable[[Any], Any]] = {
             "__getitem__": lambda t: t[0],
+            "slice": lambda t: t[: t.shape[0]],
             "__setitem__": lambda t: t.__setitem__(0, 1),
             "numpy": lambda t: t.detach().numpy(),
             "tolist": lambda t: t.tolist(),
@@ -215,6 +263,36 @@ def check_what_needs_the_whole_is_refused(rank: int, world: int) -> None:
     assert "elements 0 to" in repr(param) or "no element" in repr(param) or rank
     raises(flat_param.StateError, "the loss was computed with it", param.norm().backward)
     raises(flat_param.StateError, "computes with it", lambda: param * torch.ones(1, 9, 9))
+
+
+def check_whole_tensors_beside_pieces(rank: int, world: int) -> None:
+    """They are compared; other functions refuse them, and say how to write them."""
+    reference, model = pair()
+    backward(reference, model)
+    for whole, piece in tensors_of(reference, model):
+        assert torch.equal(piece, whole) and torch.equal(whole, piece)
+        assert torch.allclose(piece, whole) and not torch.equal(piece, whole + 1)
+    grad: Any = model[0].weight.grad
+    mask = reference[0].weight.detach() > 0
+    text = "mul_ with a whole tensor was called with parameter 'weight' of unit '0'"
+    raises(flat_param.ParameterError, text, lambda: grad.mul_(mask))
+    grad.copy_(grad.full_tensor() * mask)
+    assert torch.equal(grad.full_tensor(), reference[0].weight.grad * mask)  # type: ignore[operator]
+
+
+def check_gradients_are_cleared_by_hand(rank: int, world: int) -> None:
+    """As loops do that were written for old torch; `autograd.grad` is refused."""
+    reference, model = pair()
+    for each in (reference, model):
+        backward(each)
+        for param in each.parameters():
+            param.grad.detach_().zero_()  # type: ignore[union-attr]
+        backward(each, step=1)
+    same_grads(model, reference)
+    loss, params = model(torch.ones(2, 5)).sum(), list(model.parameters())
+    text = "Call backward(), and read this rank's piece in .grad"
+    raises(flat_param.ParameterError, text, lambda: torch.autograd.grad(loss, params))
+    loss.backward()
 
 
 MODULES = (
@@ -321,6 +399,23 @@ def check_root_mean_squares_are_refused_before_a_step(rank: int, world: int) -> 
         RootMeanSquare(each.parameters(), lr=0.1).step()
     for name, value in whole_state(model).items():
         assert torch.allclose(value, reference.state_dict()[name])
+
+
+def check_optimizers_that_read_sizes_are_refused_before_a_step(rank: int, world: int) -> None:
+    """Those of a piece say nothing, unless it has whole tensors, or rows."""
+    for kind in (ByShape, BySize):
+        _, model = pair()
+        backward(model)
+        before = whole_state(model)
+        step = kind(model.parameters(), lr=0.1).step
+        raises(flat_param.ParameterError, f"{kind.__name__} reads sizes of parameter", step)
+        same_bits(whole_state(model), before)
+    for kind, boundary in ((ByDimensions, "element"), (ByShape, "tensor"), (BySize, "row")):
+        reference, model = pair(boundary=boundary)
+        backward(reference, model)
+        for each in (reference, model):
+            kind(each.parameters(), lr=0.1).step()
+        same_bits(whole_state(model), dict(reference.state_dict()), kind, boundary)
 
 
 def check_averages_of_parameters(rank: int, world: int) -> None:

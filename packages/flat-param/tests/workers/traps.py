@@ -99,11 +99,11 @@ def check_rows_are_reduced_along_rows(rank: int, world: int) -> None:
     assert layer.weight.norm(dim=1).shape == (3,)
     assert layer.weight.sum(-1).shape == (3,)
     for call in (lambda: layer.weight.norm(dim=0), lambda: layer.weight.sum((0, 1))):
-        raises(flat_param.ParameterError, "but this rank has 18 of 36 elements", call)
+        raises(flat_param.ParameterError, "this rank has 18 of 36 elements", call)
     blocks = flat_param.fully_shard(nn.Linear(6, 6, bias=False), boundary=flat_param.Blocks(3))
     assert blocks.weight.view(-1, 3).abs().amax(1).shape == (6,)
     for dim in (0, 1, -1):
-        text = "but this rank has 18 of 36 elements"
+        text = "this rank has 18 of 36 elements"
         raises(flat_param.ParameterError, text, lambda dim=dim: blocks.weight.norm(dim=dim))
 
 

@@ -60,6 +60,25 @@ def check_values_of_other_memory_are_what_everything_reads(rank: int, world: int
             assert distance(whole_state(model), expected) == 0
 
 
+def check_swapped_values_come_back(rank: int, world: int) -> None:
+    """Of averages that an evaluation uses: `param.data` keeps the memory that it had."""
+    (ids,) = batches(world, 1)
+    for way in WAYS:
+        reference, model = plain(), sharded(**options_of(way))
+        before = whole_state(model)
+        old = [param.data for param in model.parameters()]
+        for param in model.parameters():
+            param.data = param.data * 0.5
+        with torch.no_grad():
+            model(share(ids, rank))
+        for param, values in zip(model.parameters(), old, strict=True):
+            param.data = values
+        assert distance(whole_state(model), before) == 0
+        loss_of(reference, ids).backward()
+        loss_of(model, share(ids, rank)).backward()
+        same_grads(model, reference)
+
+
 def _full(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = flat_param.full_state_dict(model)["model"]
     return state

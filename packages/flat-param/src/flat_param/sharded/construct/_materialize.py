@@ -91,7 +91,9 @@ def check_init(
         if init_fn is None and not hasattr(child, "reset_parameters"):
             raise ParameterError(
                 f"flat_param.fully_shard: {type(child).__name__} has tensors on meta and no "
-                "reset_parameters, but they need values. Pass init_fn=."
+                "reset_parameters, but they need values. Pass init_fn=, a function that gives a "
+                "module its values, such as the model's _init_weights; or init_fn=lambda module: "
+                "None if you load values afterwards."
             )
 
 

@@ -8,6 +8,8 @@
   refusal comes on all ranks, before anything has changed.
 - A norm divided by a power of `numel()` is a root mean square, but `numel()` of a piece counts the
   elements of this rank. An optimizer that calls both is refused.
+- Sizes of a piece cut at elements say nothing about the tensor. An optimizer that reads single ones
+  is refused: Muon takes a matrix with one column for a vector, and steps it in another way.
 - Steps are counted: fused ones do not change version counters, and a rank without a piece sees no
   change of a parameter.
 
@@ -118,8 +120,14 @@ def _try_step(optimizer: Optimizer) -> None:
         pass
     finally:
         Trial.is_on = False
+    label = next(piece.label for piece in map(piece_of, params_of(optimizer)) if piece)
+    if "size" in Trial.called:
+        raise ParameterError(
+            f"flat_param.fully_shard: {kind.__name__} reads sizes of parameter {label}, as to tell "
+            "matrices from vectors, but they are sizes of this rank's piece. Shard with "
+            "boundary='tensor' for this optimizer. Nothing was stepped."
+        )
     if Trial.called == {"reduction", "numel"}:
-        label = next(piece.label for piece in map(piece_of, params_of(optimizer)) if piece)
         raise ParameterError(
             f"flat_param.fully_shard: {kind.__name__} computes with a norm or a sum of parameter "
             f"{label} and with its numel(), as for a root mean square, but numel() counts the "

@@ -49,6 +49,14 @@ INITIALISERS = Callers(
     "*._reset_parameters",
     "*.init_weights",
     "*._init_weights",
+    "*.init_params",
+    "*.weights_init",
+    "*.init_parameters",
+    "*._init_parameters",
+    "*.initialize_weights",
+    "*._initialize_weights",
+    "*.initialize_parameters",
+    "*._initialize_parameters",
 )
 
 # Take a parameter. Some make their state at construction, so their state dicts are followed.

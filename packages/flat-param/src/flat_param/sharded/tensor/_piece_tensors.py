@@ -38,6 +38,7 @@ from ._reductions import (
     NoGradient,
     Part,
     Trial,
+    TrialShape,
     any_of_initialised,
     check_all_ranks_search,
     dims_of,
@@ -78,6 +79,8 @@ def _get(func: Any, args: Any) -> Any:
         return _marked(found, args[0])
     if func in _SHAPES and INITIALISERS.frame():
         return _shape_of_whole(func, args, {})
+    if isinstance(found, torch.Size):
+        return _noted(found, args[0])
     if func == _IS_LEAF and (taking := OPTIMIZERS.frame()):
         # By name: that module imports this one.
         state: Any = import_module("flat_param.sharded.state._optim_state")
@@ -94,15 +97,29 @@ def _question(name: str, func: Any, args: Any, kwargs: Any) -> Any:
             raise _refused("a collective", args, kwargs)
     if name in ("numel", "nelement") and Trial.is_on:
         Trial.called.add("numel")
+    if name == "detach_" and not args[0].requires_grad:
+        return args[0]  # torch refuses views, and gradients are views
     if name == "register_hook" and isinstance(args[0], PieceParameter):
         raise _hook_refused(args[0])
     if name == "__repr__" and not torch.compiler.is_compiling():
         return _text(args[0])
     with without_torch_function():
         found = func(*args, **kwargs)
+    if name == "size":
+        return _noted(found, args[0])
     if name == "data_ptr" and not found:
         return id(piece_of(args[0]))  # accelerate tells parameters apart by their addresses
     return _marked(found, args[0]) if name == "detach" else found
+
+
+def _noted(found: Any, tensor: Tensor) -> Any:
+    """Note in a trial that a size is read, unless this rank has whole rows or blocks."""
+    if not Trial.is_on or getattr(piece_of(tensor), "has_whole_blocks", False):
+        return found
+    if isinstance(found, torch.Size):
+        return TrialShape(found)
+    Trial.called.add("size")
+    return found
 
 
 def _text(tensor: Tensor) -> str:
@@ -166,10 +183,13 @@ def _explain(name: str, args: Any, kwargs: Any, error: Exception) -> None:
     if isinstance(error, _OTHER_ERRORS):
         return
     # A write to a piece, as by an optimizer, is no computation of a module.
-    read = args[1:] if name.endswith("_") or name.startswith("__i") else args
-    for _, piece in _pieces_in((*read, *kwargs.values())):
+    writes = name.endswith("_") or name.startswith("__i")
+    for _, piece in _pieces_in((*args[writes:], *kwargs.values())):
         if isinstance(piece, ParamPiece):
             raise piece.outside_unit(f"{name} computes with it") from error
+    for _, piece in _pieces_in(args[:writes]):
+        if any(isinstance(each, Tensor) and each.shape == piece.shape for each in args[1:]):
+            raise _refused(f"{name} with a whole tensor", args, kwargs) from error
 
 
 def _marked(found: Any, *args: Any, name: str = "") -> Any:
@@ -180,7 +200,7 @@ def _marked(found: Any, *args: Any, name: str = "") -> Any:
     if type(found) is not Tensor:
         return found
     first = next(_all_pieces_in(args), None)
-    if first is None:
+    if first is None or (name.startswith("new_") and INITIALISERS.frame()):  # of whole shapes
         return found
     each, piece = first
     with without_torch_function():
@@ -285,6 +305,8 @@ def _other(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return _local(name, func, args, kwargs)
     if module.startswith("torch.distributed"):
         raise _refused(name, args, kwargs)
+    if module == "torch.autograd":
+        raise _grad_refused(pieces[0][1])
     if name in ALONG_ROWS and all(
         isinstance(piece, ParamPiece) and _keeps_rows(name, tensor, piece, args, kwargs)
         for tensor, piece in pieces
@@ -296,10 +318,8 @@ def _other(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return _local(name, func, args, kwargs)
     if name == "__getitem__" and not isinstance(args[0], (Piece, PieceParameter)):
         return _elementwise(name, func, args, kwargs)  # a table, with an index for each element
-    if name == "__getitem__" and _is_slice(args[1]):
-        found = _local(name, func, args, kwargs)
-        if found.numel() == pieces[0][0].numel():  # such as `x[None]` and `x[: x.numel()]`
-            return _marked(found, args[0])
+    if name == "__getitem__" and _takes_all(args[1]):
+        return _marked(_local(name, func, args, kwargs), args[0])
     if name in _IN_BLOCKS and all(
         isinstance(piece, ParamPiece) and piece.has_whole_blocks for _, piece in pieces
     ):
@@ -316,9 +336,10 @@ _OF_TWO = {"max", "min", "dot", "vdot", "equal", "allclose", "histc"}
 """Reductions with an argument where others have the dimensions."""
 
 
-def _is_slice(index: Any) -> bool:
+def _takes_all(index: Any) -> bool:
+    """Whether an index takes all elements of any tensor, such as `x[None]` and `x[:]`."""
     each = index if isinstance(index, tuple) else (index,)
-    return all(one is None or one is Ellipsis or isinstance(one, slice) for one in each)
+    return all(one is None or one is Ellipsis or one == slice(None) for one in each)
 
 
 def _is_mask(tensor: Tensor, index: Any) -> bool:
@@ -344,6 +365,7 @@ def _reduce(name: str, pieces: Sequence[tuple[Tensor, Part]], args: Any, kwargs:
         raise _refused(name, args, kwargs)
     if args[0] is not tensor and name not in ("equal", "allclose", "dot", "vdot"):
         raise _refused(name, args, kwargs)
+    args = [_cut_source(tensor, each) for each in args]  # torch.equal(param, whole)
     with without_torch_function():
         local = [plain(each) if isinstance(each, Tensor) else each for each in args]
         with torch.no_grad():
@@ -562,6 +584,13 @@ def _hook_refused(param: Tensor) -> ParameterError:
     )
 
 
+def _grad_refused(piece: Any) -> ParameterError:
+    return ParameterError(
+        f"flat_param.fully_shard: autograd.grad was called for parameter {piece.label}, but only "
+        "unsharded parameters are in graphs. Call backward(), and read this rank's piece in .grad."
+    )
+
+
 def _refused(name: str, args: Any, kwargs: Any) -> ParameterError:
     _, piece = next(_all_pieces_in((*args, *kwargs.values())))
     if isinstance(piece, JoinedPieces):
@@ -569,10 +598,12 @@ def _refused(name: str, args: Any, kwargs: Any) -> ParameterError:
     else:
         label = f"parameter {piece.label} or its gradient"
         has = f"{piece.numel} of {piece.spec.numel} elements"
+    stepped = "In a step, parameters before this one may have been stepped: load a checkpoint."
     return ParameterError(
-        f"flat_param.fully_shard: {name} was called with {label}, but this rank has {has}. "
-        "Call full_tensor() on every rank for the whole tensor, to_local() for the elements of "
-        "this rank, unshard() to compute a loss, and for optimizers of whole tensors shard with "
-        "boundary='tensor'. In an optimizer's step, parameters before this one may have been "
-        "stepped: load a checkpoint."
+        f"flat_param.fully_shard: {name} was called with {label}, which is divided over ranks: "
+        f"this rank has {has}. Call full_tensor() on every rank for the whole tensor, and "
+        "copy_(whole) to write a changed one back, or to_local() for the elements of this rank. "
+        "For a loss, make the module that computes with it a unit, or compute between unshard() "
+        "and reshard(). For optimizers of whole tensors shard with boundary='tensor'. "
+        f"{'Nothing was stepped.' if Trial.is_on else stepped}"
     )

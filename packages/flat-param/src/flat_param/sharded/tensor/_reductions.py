@@ -7,7 +7,7 @@ gradients and takes the norm of these, which is one collective. See `PieceNorm`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,28 @@ class Trial:
 
     Attributes:
         is_on: whether reductions stay on this rank.
-        called: which of "reduction" and "numel" the optimizer has called.
+        called: which of "reduction", "numel" and "size" the optimizer has called or read.
     """
 
     is_on = False
     called: set[str] = set()  # noqa: RUF012  # replaced for each trial
+
+
+class TrialShape(tuple[int, ...]):
+    """The shape of an empty piece in a trial, which notes that one of its sizes is read."""
+
+    def __getitem__(self, at: Any) -> Any:
+        Trial.called.add("size")
+        return super().__getitem__(at)
+
+    def __iter__(self) -> Iterator[int]:
+        Trial.called.add("size")
+        return super().__iter__()
+
+    def numel(self) -> int:
+        """The number of elements, as of a `torch.Size`."""
+        Trial.called.add("numel")
+        return math.prod(super().__iter__())
 
 
 def over_ranks(name: str, piece: Part, value: Tensor, op: Any) -> Tensor:

@@ -301,21 +301,28 @@ class ShardedSegment:
             piece.flat(self.shard).copy_(elements)
 
     def take_moved(self) -> None:
-        """Copy values of parameters that have other memory into the shard."""
+        """Use the values of parameters that have other memory.
+
+        In a new shard: code that swaps weights keeps the old memory, as in `old = param.data`.
+        """
         for param, piece, view in zip(self.params, self.pieces, self._views, strict=True):
-            values = param.detach()
-            if values.data_ptr() == view.data_ptr():
-                continue
-            if values.shape != view.shape:
-                param.data = view
+            if param.shape != view.shape:
+                shape, param.data = tuple(param.shape), view
                 raise ParameterError(
                     f"flat_param.fully_shard: the data of parameter {piece.label} was replaced by "
-                    f"a tensor of shape {tuple(values.shape)}, but this rank's piece has "
+                    f"a tensor of shape {shape}, but this rank's piece has "
                     f"{tuple(view.shape)}. The piece is back. Load full values by "
                     "load_state_dict, or write them under whole_params(write_back=True)."
                 )
-            view.copy_(values)
+        self.shard = torch.zeros_like(self.shard, pin_memory=self.shard.is_pinned())
+        self._make_views()
+        for param, view in zip(self.params, self._views, strict=True):
+            view.copy_(param.detach())
             param.data = view
+        if self.aliased:
+            self.full = self.shard
+            for index, view in enumerate(param_views(self.full, self.segment.layout)):
+                self.leaves[index].data = self.placed(index, view)
 
     @torch.no_grad()
     def rebind(self, tensors: Sequence[Tensor]) -> None:

@@ -397,7 +397,8 @@ def _replaced(site: ParamSite, value: Any) -> FlatParamError:
         f"flat_param.fully_shard: parameter {site.piece.label} was replaced by a "
         f"{type(value).__name__} after it was sharded, but the optimizer has the sharded one. The "
         "sharded one is back. Write values into it by load_state_dict, or in place under "
-        "whole_params(write_back=True)."
+        "whole_params(write_back=True). Tie parameters before fully_shard, and call "
+        "torch.func.functional_call with a module that is not sharded."
     )
 
 
@@ -406,6 +407,6 @@ def _set_requires_grad(site: ParamSite, trainable: bool) -> None:
         raise ParameterError(
             f"flat_param.fully_shard: parameter {site.piece.label} was frozen when it was sharded "
             "and is trainable now, but frozen segments have no gradient buffers. Make it "
-            "trainable before fully_shard."
+            "trainable before fully_shard; it can be frozen afterwards."
         )
     site.leaf.requires_grad_(trainable)
