@@ -71,6 +71,13 @@ COLLECTIVES = Callers(
     *("torch.distributed.distributed_c10d.*", "torch.distributed.utils.*"),
 )
 
+FILES = Callers(
+    "Write the memory of a tensor to a file, with its shape.",
+    "Others read that memory, too.",
+    "safetensors.torch.*",
+    through=("torch.",),
+)
+
 PIPELINES = Callers(
     "Unshard a stage. A schedule that splits backwards is refused before anything is sent.",
     "Later calls come on the ranks of some stages only, and name no schedule.",
