@@ -264,6 +264,9 @@ def check_what_needs_the_whole_is_refused(rank: int, world: int) -> None:
         for call in calls.values():
             text = "Call full_tensor() on every rank"
             raises(flat_param.FlatParamError, text, lambda c=call, t=tensor: c(t))
+    text = "__set__ of .grad with another shape was called with parameter 'weight' of unit '0'"
+    raises(flat_param.ParameterError, text, lambda: setattr(param, "grad", param.full_tensor()))
+    assert f"{param}" in repr(param) and f"{shard}" and f"{param.detach().norm():.4f}"
     assert "elements 0 to" in repr(param) or "no element" in repr(param) or rank
     raises(flat_param.StateError, "the loss was computed with it", param.norm().backward)
     raises(flat_param.StateError, "computes with it", lambda: param * torch.ones(1, 9, 9))

@@ -60,6 +60,7 @@ _TENSOR: Any = Tensor
 _VIEWS = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
 _SHAPES = {getattr(_TENSOR, name).__get__ for name in ("shape", "ndim")}
 _IS_LEAF = _TENSOR.is_leaf.__get__
+_SET_GRAD = _TENSOR.grad.__set__
 _WHOLE_SHAPE = ("size", "dim", "ndimension", "numel", "nelement")
 
 
@@ -68,7 +69,7 @@ def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
     kwargs, name = kwargs or {}, getattr(func, "__name__", "")
     if name == "__get__":
         return _get(func, args)
-    if name in QUESTIONS or name in ("detach", "__repr__"):
+    if name in QUESTIONS or name in ("detach", "__repr__", "__format__"):
         return _question(name, func, args, kwargs)
     if name in ELEMENTWISE_FUNCTIONS:
         return _elementwise(name, func, args, kwargs)
@@ -110,8 +111,10 @@ def _question(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return args[0]  # torch refuses views, and gradients are views
     if name == "register_hook" and isinstance(args[0], PieceParameter):
         raise _hook_refused(args[0])
-    if name == "__repr__" and not torch.compiler.is_compiling():
+    if name in ("__repr__", "__format__") and not torch.compiler.is_compiling():
         return _text(args[0])
+    if func == _SET_GRAD and isinstance(args[1], Tensor) and args[1].shape != args[0].shape:
+        raise _refused("__set__ of .grad with another shape", args, kwargs)
     with without_torch_function():
         found = func(*args, **kwargs)
     if name == "size":
