@@ -17,6 +17,19 @@ pytestmark = pytest.mark.usefixtures("group_of_one")
 
 MODULE_FIRST = "but it must be an instance of nn.Module. Pass the module as the first argument"
 NO_OPTIMIZER = "Pass the optimizer itself, not its class or its state_dict()"
+
+
+@torch.inference_mode()
+def _shard_in_inference_mode() -> None:
+    fully_shard(nn.Linear(2, 2))
+
+
+def _step_copies(module: Any) -> None:
+    with module.whole_params():
+        optimizer = torch.optim.SGD(module.parameters())
+    optimizer.step()
+
+
 WRONG_CALLS: dict[str, tuple[Any, str]] = {
     "flatten parameters": (lambda m: flat_param.flatten(m.parameters()), MODULE_FIRST),
     "save a state dict": (lambda m: flat_param.save_sharded(m.state_dict(), "x"), MODULE_FIRST),
@@ -66,6 +79,16 @@ WRONG_CALLS: dict[str, tuple[Any, str]] = {
     ),
     "divide by a text": (lambda m: m.set_gradient_divide_factor("2"), "Pass a number above 0"),
     "DDP around it": (nn.parallel.DistributedDataParallel, "Leave DDP out, since backward"),
+    "shard a script": (
+        lambda _: fully_shard(torch.jit.ScriptModule()),
+        "Shard the module that it was made from",
+    ),
+    "shard without shapes": (lambda _: fully_shard(nn.LazyLinear(2)), "Run one forward first"),
+    "shard in inference mode": (lambda _: _shard_in_inference_mode(), "use torch.no_grad() there"),
+    "step copies": (
+        lambda m: _step_copies(m),
+        "leave whole_params(), before the optimizer is made",
+    ),
     "plan a model": (
         lambda m: flat_param.plan.plan_training(m, world_size=2),
         "Pass unit_shapes(module, units=...)",

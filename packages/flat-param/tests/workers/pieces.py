@@ -15,7 +15,9 @@ import torch._dynamo  # wraps torch.manual_seed
 import torch.distributed as dist
 from _harness import options_of, raises, same_bits, stepping, whole_state
 from _whole import same_grads
+from safetensors.torch import save
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -215,7 +217,7 @@ def initialize_weights(module: nn.Module) -> None:
         nn.init.orthogonal_(module.weight, gain=module.weight.shape[1] ** 0.5)
 
 
-COLLECTIVES = ("all_reduce", "broadcast", "all_gather")
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "functional")
 
 
 def check_what_needs_the_whole_is_refused(rank: int, world: int) -> None:
@@ -239,16 +241,21 @@ def check_what_needs_the_whole_is_refused(rank: int, world: int) -> None:
             "unbind": lambda t: list(t),
             "nonzero": lambda t: t.nonzero(),
             "roll": lambda t: t.roll(1),
+            "safetensors": lambda t: save({"t": t}),
             "matmul": lambda t: t @ t.T,
             "all_reduce": lambda t: dist.all_reduce(t.data),
             "broadcast": lambda t: dist.broadcast(t.detach(), 0),
             "all_gather": lambda t: dist.all_gather([t.to_local()] * world, t),
+            "functional": lambda t: functional.all_reduce(t, "sum", dist.group.WORLD),
         }
         if tensor is shard and torch.__version__ < "2.13":  # DTensor's own error
             calls = {name: call for name, call in calls.items() if name not in COLLECTIVES}
         for call in calls.values():
             text = "Call full_tensor() on every rank"
-            raises(flat_param.ParameterError, text, lambda c=call, t=tensor: c(t))
+            raises(flat_param.FlatParamError, text, lambda c=call, t=tensor: c(t))
+    text = "__set__ of .grad with another shape was called with parameter 'weight' of unit '0'"
+    raises(flat_param.ParameterError, text, lambda: setattr(param, "grad", param.full_tensor()))
+    assert f"{param}" in repr(param) and f"{shard}" and f"{param.detach().norm():.4f}"
     assert "elements 0 to" in repr(param) or "no element" in repr(param) or rank
     raises(flat_param.StateError, "the loss was computed with it", param.norm().backward)
     raises(flat_param.StateError, "computes with it", lambda: param * torch.ones(1, 9, 9))
@@ -285,17 +292,25 @@ def check_gradients_are_cleared_by_hand(rank: int, world: int) -> None:
 
 
 def snapshot() -> dict[tuple[str, ...], Any]:
-    """Every function and method in the modules of torch that are loaded."""
+    """Every function and method in the modules of torch that are loaded, and their closures."""
     found: dict[tuple[str, ...], Any] = {}
+    kinds = (types.FunctionType, types.BuiltinFunctionType)
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torch" and module is not None:
             for key, value in list(vars(module).items()):
                 if issubclass(type(value), type) and value.__module__.startswith("torch"):
-                    methods = {own: each for own, each in vars(value).items() if callable(each)}
+                    methods = {own: each for own, each in vars(value).items() if _is_code(each)}
                     found |= {(name, key, own): each for own, each in methods.items()}
-                elif type(value) in (types.FunctionType, types.BuiltinFunctionType):
+                elif type(value) in kinds:
                     found[name, key] = value
+    for where, value in list(found.items()):
+        for index, cell in enumerate(getattr(value, "__closure__", None) or ()):
+            found[*where, str(index)] = cell.cell_contents
     return found
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) or isinstance(value, (classmethod, property))
 
 
 BEFORE = snapshot()

@@ -172,5 +172,6 @@ def check_places(
             raise ParameterError(
                 f"flat_param.fully_shard: parameter '{name}' is a DTensor over ranks that would "
                 f"shard it, too ({sorted(others)}), but tensor parallelism and sharding need an "
-                "axis each. Pass the other axis of the mesh, such as mesh['dp']."
+                "axis each. Pass the other axis of the mesh, such as mesh['dp'], and do not call "
+                "fully_shard of torch on a part of the module."
             )

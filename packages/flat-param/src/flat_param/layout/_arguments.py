@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 
 from .._errors import ParameterError, StateError
 from .._torch_compat import grad_hooks_of
@@ -67,6 +68,7 @@ def modules_of(modules: object) -> tuple[nn.Module, ...]:
                 "gathers its parameters when it is called. Shard the modules in it, then the one "
                 "around it."
             )
+        _check_params(module)
     if not found:
         raise StateError(
             "flat_param.fully_shard: the list of modules is empty, but a unit has at least one. "
@@ -80,6 +82,28 @@ def modules_of(modules: object) -> tuple[nn.Module, ...]:
                 "module of the list, but they become one unit together. Pass the outer one alone."
             )
     return found
+
+
+def _check_params(module: nn.Module) -> None:
+    """Refuse parameters that cannot be moved into a buffer."""
+    if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
+        raise StateError(
+            f"flat_param.fully_shard: {type(module).__name__} is or has a ScriptModule, but its "
+            "parameters cannot be replaced. Shard the module that it was made from, and use "
+            "torch.compile."
+        )
+    for name, param in module.named_parameters():
+        if is_lazy(param):
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{name}' has no shape yet, but it is cut. "
+                "Run one forward first."
+            )
+        if torch.is_inference_mode_enabled() or param.is_inference():
+            raise ParameterError(
+                f"flat_param.fully_shard: parameter '{name}' was made, or is sharded, in inference "
+                "mode, where tensors never get gradients. Build and shard outside of it, and use "
+                "torch.no_grad() there."
+            )
 
 
 def check_offload(policy: object) -> tuple[bool, bool]:

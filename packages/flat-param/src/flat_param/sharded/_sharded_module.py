@@ -215,7 +215,9 @@ class ShardedModule(nn.Module):
     def _get_fsdp_state(self) -> NoReturn:
         raise StateError(
             f"flat_param.fully_shard: {type(self).__name__} does not have this method of FSDP2's "
-            "modules. See ShardedModule for its methods, or use torch.distributed.fsdp.fully_shard."
+            "modules. Instead of register_fsdp_forward_method call the module's own "
+            "register_forward_method. See ShardedModule for its methods, or use "
+            "torch.distributed.fsdp.fully_shard."
         )
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

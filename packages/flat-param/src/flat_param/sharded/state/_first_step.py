@@ -85,8 +85,8 @@ def _check_param(optimizer: Optimizer, param: Any) -> None:
     if hasattr(param, "_flat_param_shown"):
         raise ParameterError(
             f"flat_param.fully_shard: the optimizer was made while parameter "
-            f"{param._flat_param_shown} was unsharded, so it would step a copy. Call reshard() "
-            "before the optimizer is made."
+            f"{param._flat_param_shown} was unsharded, so it would step a copy. Call reshard(), or "
+            "leave whole_params(), before the optimizer is made."
         )
     if hasattr(param, "_flat_param_replaced"):
         raise ParameterError(

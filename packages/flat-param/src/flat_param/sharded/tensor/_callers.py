@@ -73,6 +73,9 @@ SCALERS = Callers(
 # Send elements, which are others on each rank. Collectives have no `__torch_function__`.
 COLLECTIVES = Callers("torch.distributed.distributed_c10d.*", "torch.distributed.utils.*")
 
+# Write the memory of a tensor to a file, with its shape. Others read that memory, too.
+FILES = Callers("safetensors.torch.*", through=("torch.",))
+
 # Unshard a stage. A schedule that splits backwards is refused before anything is sent. Later
 # calls come on the ranks of some stages only, and name no schedule.
 PIPELINES = Callers("torch.distributed.pipelining.schedules.*")

@@ -44,6 +44,7 @@ from ..._torch_compat import (
 from ...buffers._dtensors import DTensorPlace, is_dtensor
 from ...buffers._views import inverse
 from ...layout._boxes import boxes_between
+from ._callers import FILES
 from ._extent import Extent, rebuild_shard
 from ._piece_functions import QUESTIONS
 
@@ -125,6 +126,8 @@ class FlatShard(DTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, self = kwargs or {}, args[0] if args else None
         name = getattr(func, "__name__", "")
+        if name in ("storage", "untyped_storage") and FILES.frame():
+            raise _not_here("a save with safetensors", args)
         is_read = name == "__get__" and func not in _TRANSPOSES
         if is_read or name in QUESTIONS or name == "requires_grad_":
             with without_torch_function():

@@ -30,7 +30,14 @@ from torch import Tensor, nn
 from ..._errors import FlatParamError, ParameterError, StateError
 from ..._torch_compat import allow_foreach, without_torch_function
 from ...buffers._views import memory_order
-from ._callers import COLLECTIVES, INITIALISERS, LOOKING_FOR_DTENSORS, OPTIMIZERS, SCALERS
+from ._callers import (
+    COLLECTIVES,
+    FILES,
+    INITIALISERS,
+    LOOKING_FOR_DTENSORS,
+    OPTIMIZERS,
+    SCALERS,
+)
 from ._param_piece import PIECE, JoinedPieces, ParamPiece, piece_of
 from ._piece_functions import ALONG_ROWS, ELEMENTWISE_FUNCTIONS, FILLS, JOINS, NORMS, QUESTIONS
 from ._reductions import (
@@ -53,6 +60,7 @@ _TENSOR: Any = Tensor
 _VIEWS = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
 _SHAPES = {getattr(_TENSOR, name).__get__ for name in ("shape", "ndim")}
 _IS_LEAF = _TENSOR.is_leaf.__get__
+_SET_GRAD = _TENSOR.grad.__set__
 _WHOLE_SHAPE = ("size", "dim", "ndimension", "numel", "nelement")
 
 
@@ -61,7 +69,7 @@ def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
     kwargs, name = kwargs or {}, getattr(func, "__name__", "")
     if name == "__get__":
         return _get(func, args)
-    if name in QUESTIONS or name in ("detach", "__repr__"):
+    if name in QUESTIONS or name in ("detach", "__repr__", "__format__"):
         return _question(name, func, args, kwargs)
     if name in ELEMENTWISE_FUNCTIONS:
         return _elementwise(name, func, args, kwargs)
@@ -95,14 +103,18 @@ def _question(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         caller = sys._getframe(2).f_globals.get("__name__", "")
         if caller.startswith("torch.distributed.") and COLLECTIVES.frame():
             raise _refused("a collective", args, kwargs)
+    if name in ("storage", "untyped_storage") and FILES.frame() and any(_pieces_in(args)):
+        raise _refused("a save with safetensors", args, kwargs)
     if name in ("numel", "nelement") and Trial.is_on:
         Trial.called.add("numel")
     if name == "detach_" and not args[0].requires_grad:
         return args[0]  # torch refuses views, and gradients are views
     if name == "register_hook" and isinstance(args[0], PieceParameter):
         raise _hook_refused(args[0])
-    if name == "__repr__" and not torch.compiler.is_compiling():
+    if name in ("__repr__", "__format__") and not torch.compiler.is_compiling():
         return _text(args[0])
+    if func == _SET_GRAD and isinstance(args[1], Tensor) and args[1].shape != args[0].shape:
+        raise _refused("__set__ of .grad with another shape", args, kwargs)
     with without_torch_function():
         found = func(*args, **kwargs)
     if name == "size":
@@ -188,7 +200,8 @@ def _explain(name: str, args: Any, kwargs: Any, error: Exception) -> None:
         if isinstance(piece, ParamPiece):
             raise piece.outside_unit(f"{name} computes with it") from error
     for _, piece in _pieces_in(args[:writes]):
-        if any(isinstance(each, Tensor) and each.shape == piece.shape for each in args[1:]):
+        shape = piece.shape if isinstance(piece, ParamPiece) else None
+        if any(isinstance(each, Tensor) and each.shape == shape for each in args[1:]):
             raise _refused(f"{name} with a whole tensor", args, kwargs) from error
 
 
@@ -289,6 +302,8 @@ def _other(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         packet = getattr(func, "_overloadpacket", func)
         name = packet.__name__
         space = getattr(packet, "_qualified_op_name", "").split("::")[0]
+        if "c10d" in space:  # torch.distributed._functional_collectives
+            raise _refused(name, args, kwargs)
         if space != "aten":
             return _local(name, func, args, kwargs)
         if name in ELEMENTWISE_FUNCTIONS:

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..._errors import StateError
 from ...buffers._views import param_views
+from ..tensor._param_piece import mark_shown
 from ._segment import ShardedSegment
 from ._unit import Unit
 
@@ -160,7 +161,10 @@ def _copies_of(part: ShardedSegment) -> tuple[nn.Parameter, ...]:
     full = torch.empty(part.plan.numel, dtype=part.shard.dtype, device=part.device)
     part.gather_into(full).wait()
     wholes = zip(param_views(full, part.segment.layout), part.params, strict=True)
-    return tuple(
+    copies = tuple(
         nn.Parameter(part.placed(index, whole), requires_grad=param.requires_grad)
         for index, (whole, param) in enumerate(wholes)
     )
+    for copy, piece in zip(copies, part.pieces, strict=True):
+        mark_shown(copy, label=piece.label)
+    return copies
