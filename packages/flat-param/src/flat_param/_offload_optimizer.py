@@ -6,8 +6,8 @@ Invariants:
 - The step of the optimizer's class runs once per bucket, on a twin of the optimizer that has only
   the bucket's parameters. So the optimizer keeps its groups and hooks if a step is interrupted.
 - Tensors with at least one dimension are offloaded. Step counts and other values are not.
-- One thread makes all copies, in order. The next bucket is fetched before the current one is
-  written back, so the state of at most two buckets is in memory.
+- The state of one bucket is on the device. Copies and steps are queued on the current stream, in
+  order, and the host waits for the stream at the end of a step only.
 - Between steps `optimizer.state` has the stored tensors, so state dicts need no special case.
 """
 
@@ -16,8 +16,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -46,11 +44,10 @@ def offload_optimizer(
     """Keep an optimizer's state in CPU memory or in files between steps.
 
     In place: call it on an optimizer over any parameters, before making a scheduler for it. Each
-    step goes bucket by bucket, while a thread fetches the state of the next bucket and writes back
-    that of the previous one. Results are bit-identical to the plain optimizer. `state_dict()` and
-    `save_sharded` see all state. `load_state_dict` temporarily needs memory for all state on the
-    parameters' device. A step that is interrupted leaves some buckets stepped: load parameters and
-    state that were saved together.
+    step goes bucket by bucket: the state of a bucket is fetched, stepped and written back. Results
+    are bit-identical to the plain optimizer. `state_dict()` and `save_sharded` see all state.
+    `load_state_dict` temporarily needs memory for all state on the parameters' device. A step that
+    is interrupted leaves some buckets stepped: load parameters and state that were saved together.
 
     Args:
         optimizer: any `torch.optim.Optimizer` that treats each parameter separately.
@@ -58,8 +55,8 @@ def offload_optimizer(
             default: CPU memory, pinned if there is an accelerator. State of CPU parameters is then
             not moved.
         bucket_numel: elements of parameters that are stepped together; a larger parameter is a
-            separate bucket. The state of at most two buckets is in memory. On an accelerator also
-            pass a size to `chunks`; otherwise each segment is one parameter.
+            separate bucket. The state of one bucket is in memory. On an accelerator also pass a
+            size to `chunks`; otherwise each segment is one parameter.
 
     Returns:
         The optimizer, of a subclass of its class.
@@ -176,17 +173,18 @@ class _Buckets:
         self.stored: dict[Slot, Tensor] = {}
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step every bucket while the state of the next one is fetched."""
-        state, buckets = optimizer.state, list(self._of(optimizer.param_groups))
-        with ThreadPoolExecutor(1, thread_name_prefix="flat_param.offload") as thread:
-            copies = _Copies(thread)
-            arriving = self._fetch(copies, state, buckets[:1])
-            for index, bucket in enumerate(buckets):
-                current, arriving = arriving, self._fetch(copies, state, buckets[index + 1 :][:1])
-                fetched = _receive(state, *current)
+        """Fetch, step and store one bucket after another."""
+        state, devices = optimizer.state, set[torch.device]()
+        try:
+            for bucket in self._of(optimizer.param_groups):
+                params: list[Tensor] = bucket["params"]
+                devices.update(param.device for param in params if param.device.type != "cpu")
+                self._fetch(state, params)
                 self._step_one(optimizer, bucket)
-                self._write_back(copies, state, bucket["params"], fetched)
-            copies.wait()
+                self._write_back(state, params)
+        finally:
+            for device in devices:  # the host may read stored state from now on
+                torch.accelerator.current_stream(device).synchronize()
 
     def _of(self, groups: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Split parameter groups into buckets of parameters with gradients."""
@@ -222,26 +220,26 @@ class _Buckets:
                 "as it is."
             )
 
-    def _fetch(
-        self, copies: _Copies, state: Any, buckets: Sequence[dict[str, Any]]
-    ) -> tuple[list[Slot], Future[list[Tensor]]]:
-        """Start fetching the state of at most one bucket."""
-        slots = [
-            (param, key)
-            for bucket in buckets
-            for param in bucket["params"]
-            for key, value in state.get(param, {}).items()
-            if (param, key) in self.stored and self.stored[param, key] is value
-        ]
-        return slots, copies.fetch([(self.stored[slot], slot[0].device) for slot in slots])
+    @torch.no_grad()
+    def _fetch(self, state: Any, params: Sequence[Tensor]) -> None:
+        """Put copies of stored state on the device into the optimizer."""
+        for param in params:
+            for key, value in state.get(param, {}).items():
+                if (stored := self.stored.get((param, key))) is not None and stored is value:
+                    near = torch.empty_strided(
+                        stored.shape,
+                        _dense_stride(stored),
+                        dtype=stored.dtype,
+                        device=param.device,
+                    )
+                    state[param][key] = near.copy_(stored, non_blocking=True)
 
-    def _write_back(
-        self, copies: _Copies, state: Any, params: Sequence[Tensor], fetched: list[Tensor]
-    ) -> None:
-        """Start storing the state of a bucket, without keeping a reference to it."""
+    @torch.no_grad()
+    def _write_back(self, state: Any, params: Iterable[Tensor]) -> None:
+        """Store the state of a bucket."""
         places = self._places(state, params)
-        pairs = [(state[param][key], place) for (param, key), place in places.items()]
-        copies.write_back(pairs, fetched=fetched)
+        for (param, key), place in places.items():
+            place.copy_(state[param][key], non_blocking=True)
         self._show(state, places)
 
     def write_back_all(self, state: Any) -> None:
@@ -284,94 +282,11 @@ class _Buckets:
             self.stored[param, key] = state[param][key] = place
 
 
-def _receive(state: Any, slots: Sequence[Slot], values: Future[list[Tensor]]) -> list[Tensor]:
-    """Move fetched state into the optimizer; only the returned list also refers to it."""
-    fetched = values.result()
-    for (param, key), value in zip(slots, fetched, strict=True):
-        state[param][key] = value
-    return fetched
-
-
 def _fits(stored: Tensor | None, value: Tensor) -> bool:
     """Whether a stored tensor may be overwritten with a value."""
     if stored is None or stored is value or stored.dtype != value.dtype:
         return False
     return stored.shape == value.shape and stored.stride() == _dense_stride(value)
-
-
-class _Copies:
-    """Copies between storage and device for one step.
-
-    On an accelerator they run on a separate stream. The thread waits for that stream, so memory
-    that a copy uses is neither freed nor read.
-    """
-
-    def __init__(self, thread: ThreadPoolExecutor) -> None:
-        self._thread = thread
-        self._streams: dict[torch.device, torch.Stream] = {}
-        self._last: Future[None] | None = None
-
-    def fetch(self, stored: Sequence[tuple[Tensor, torch.device]]) -> Future[list[Tensor]]:
-        """Start copying stored state to its devices."""
-
-        @torch.no_grad()
-        def copy() -> list[Tensor]:
-            out = []
-            for tensor, device in stored:
-                with self._on_stream(device):
-                    near = torch.empty_strided(
-                        tensor.shape, _dense_stride(tensor), dtype=tensor.dtype, device=device
-                    )
-                    out.append(near.copy_(tensor, non_blocking=True))
-            self._synchronize()
-            return out
-
-        return self._thread.submit(copy)
-
-    def write_back(self, pairs: list[tuple[Tensor, Tensor]], *, fetched: list[Tensor]) -> None:
-        """Start copying state to storage once the work queued so far is done."""
-        self.wait()
-        devices = {value.device for value in (*fetched, *(near for near, _ in pairs))}
-        queued = {device: _record_event(device) for device in devices if device.type != "cpu"}
-
-        @torch.no_grad()
-        def copy() -> None:
-            while pairs:
-                value, place = pairs.pop()
-                with self._on_stream(value.device, queued.get(value.device)):
-                    place.copy_(value, non_blocking=True)
-                self._synchronize()
-            for event in queued.values():
-                event.synchronize()
-            fetched.clear()
-
-        self._last = self._thread.submit(copy)
-
-    def wait(self) -> None:
-        """Wait for the last copy to storage, and raise its error."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.result()
-
-    def _on_stream(
-        self, device: torch.device, after: torch.Event | None = None
-    ) -> AbstractContextManager[object]:
-        if device.type == "cpu":
-            return nullcontext()
-        stream = self._streams.setdefault(device, torch.Stream(device))
-        if after is not None:
-            stream.wait_event(after)
-        return stream
-
-    def _synchronize(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
-
-
-def _record_event(device: torch.device) -> torch.Event:
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
 
 
 def _allocate_like(values: Sequence[Tensor], folder: str | None) -> list[Tensor]:

@@ -148,7 +148,7 @@ def plan_training(
         mp_policy: as in `fully_shard`.
         boundary: as in `fully_shard`.
         state_tensors: tensors of a parameter's size that the optimizer keeps; AdamW: 2; 0 with
-            `offload_optimizer`, which needs two buckets of them instead.
+            `offload_optimizer`, which needs one bucket of them instead.
         microbatches: forward and backward passes of a step, all but the last inside `no_sync`.
 
     Raises:
