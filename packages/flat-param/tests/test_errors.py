@@ -86,8 +86,9 @@ MISUSES = [
     ),
     *(
         (lambda flat, again=again: fp.flatten(again(flat.module)), fp.StateError, "is flattened a")
-        for again in (lambda m: m, lambda m: m[0], nn.Sequential)
+        for again in (lambda m: m, nn.Sequential)
     ),
+    (lambda flat: fp.flatten(flat.module[0]), fp.ParameterError, "lies in the buffer of a flatten"),
 ]
 
 

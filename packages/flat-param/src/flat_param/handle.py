@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ._errors import ParameterError, StateError
 from .buffers._overlap import check_apart
-from .buffers._owners import FLATTENED, UNIT, check_owners
+from .buffers._owners import check_whole
 from .buffers._views import allocate, move_into, param_views, unflatten
 from .comm._comm import CommLog, Communicator
 from .comm._exit import dropped_at_exit
@@ -250,9 +250,7 @@ class FlatParamHandle:
                 "foreign parameters out."
             )
         check_apart("FlatParamHandle", module, found)
-        named = [(spec.name, param) for spec, param in zip(specs, found, strict=True)]
-        kinds = (UNIT, FLATTENED)
-        check_owners("FlatParamHandle", module, named, kinds, never=kinds)
+        check_whole("FlatParamHandle", zip([spec.name for spec in specs], found, strict=True))
         strides = tuple(tuple(param.stride()) for param in found)
         contiguities = tuple(map(_is_truly_contiguous, found))
         aligned = DEFAULT_ALIGN_BYTES // self._fwd_bwd_param_dtype.itemsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import types
@@ -305,7 +306,8 @@ def snapshot() -> dict[tuple[str, ...], Any]:
                     found[name, key] = value
     for where, value in list(found.items()):
         for index, cell in enumerate(getattr(value, "__closure__", None) or ()):
-            found[*where, str(index)] = cell.cell_contents
+            with contextlib.suppress(ValueError):  # it is empty
+                found[(*where, str(index))] = cell.cell_contents
     return found
 
 

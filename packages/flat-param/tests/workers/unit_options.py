@@ -74,7 +74,7 @@ def check_bad_calls_are_refused_before_anything_changes(rank: int, world: int) -
 def check_part_of_a_unit_is_refused_by_name(rank: int, world: int) -> None:
     """On all ranks, also on one that holds nothing of it; the unit around it goes on."""
     model = fully_shard(nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)))
-    inside = "parameter '0.weight' is divided already, as '0.0.weight' of the unit around this"
+    inside = "parameter '0.weight' is sharded by fully_shard, as '0.0.weight' of the outermost unit"
     raises(flat_param.ParameterError, inside, lambda: fully_shard(model[0]))
     model(torch.ones(2, 4)).sum().backward()
     assert type(model[0]) is nn.Sequential
@@ -119,8 +119,9 @@ def check_weights_tied_to_a_unit_beside_are_refused_by_name(rank: int, world: in
         fully_shard(model[0], **options_of(way))
         before = model[1].weight
         for move in (partial(fully_shard, **options_of(way)), flat_param.flatten):
-            text = "parameter 'weight' is tied to 'weight' in a unit beside this module"
+            text = "parameter 'weight' is sharded by fully_shard, as 'weight' of "
             raises(flat_param.ParameterError, text, partial(move, model[1]))
-            raises(flat_param.ParameterError, "or shard their common", partial(move, model[1]))
+            text = "tied parameters with their common parent"
+            raises(flat_param.ParameterError, text, partial(move, model[1]))
         assert type(model[1]) is nn.Linear
         assert model[1].weight is model[0].weight is before

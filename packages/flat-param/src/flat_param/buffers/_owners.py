@@ -1,4 +1,4 @@
-"""Record which flattened module or unit owns the memory of a parameter.
+"""Whether the memory of a parameter is its own, a flattened module's or a unit's.
 
 Two owners side by side would train separate values of one parameter. So tied parameters must be
 flattened or sharded together.
@@ -7,7 +7,7 @@ flattened or sharded together.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable
 from typing import Any
 
 from torch import nn
@@ -15,84 +15,48 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._errors import ParameterError
 
-FLATTENED, UNIT = "a flattened module", "a unit"
-IGNORED = "what is ignored by a unit"
+PIECE = "_flat_param_piece"
+"""Attribute of a parameter that a unit has divided; see sharded/tensor/_param_piece.py."""
+
+_flattened: Any = WeakTensorKeyDictionary()
+"""Weak references to the segments of flattened modules, by parameter."""
 
 
-class Owner:
-    """The owner of some parameters, until it is dropped or garbage.
-
-    Args:
-        kind: `FLATTENED`, `UNIT` or `IGNORED`.
-        module: the flattened or sharded module.
-        named: its parameters and their names.
-    """
-
-    def __init__(
-        self, kind: str, module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
-    ) -> None:
-        self.module = weakref.ref(module)
-        self.is_dropped = False
-        for name, param in named:
-            _owners[kind][param] = weakref.ref(self), name
+def own(segment: object, params: Iterable[nn.Parameter]) -> None:
+    """Register the segment of a flattened module that has the memory of parameters."""
+    for param in params:
+        _flattened[param] = weakref.ref(segment)
 
 
-_owners: dict[str, Any] = {kind: WeakTensorKeyDictionary() for kind in (FLATTENED, UNIT, IGNORED)}
-"""By kind and parameter: a reference to the owner, and the parameter's name in it."""
+def disown(params: Iterable[nn.Parameter]) -> None:
+    """Remove what `own` has registered."""
+    for param in params:
+        _flattened.pop(param, None)
 
 
-def owner_of(param: nn.Parameter, kind: str) -> tuple[Owner | None, str]:
-    """Return the owner of a kind, and the parameter's name in it."""
-    found, name = _owners[kind].get(param, (None, ""))
-    owner = found and found()
-    return (None, "") if owner is None or owner.is_dropped else (owner, name)
+def owner_of(param: nn.Parameter) -> Any:
+    """The segment of a flattened module that has a parameter's memory; None without one."""
+    found = _flattened.get(param)
+    return found and found()
 
 
-def check_owners(
-    caller: str,
-    module: nn.Module,
-    named: Iterable[tuple[str, nn.Parameter]],
-    kinds: Sequence[str],
-    *,
-    never: Sequence[str] = (),
+def check_whole(
+    caller: str, named: Iterable[tuple[str, nn.Parameter]], *, own: Container[object] = ()
 ) -> None:
-    """Refuse parameters that an owner of `kinds` already has.
-
-    An owner side by side with the module is refused, and so is an outer unit: inner modules become
-    units first. Owners of the kinds in `never` are refused in any case.
-    """
+    """Refuse parameters of units, and of flattened modules with other segments than `own`."""
     for name, param in named:
-        for kind in kinds:
-            owner, theirs = owner_of(param, kind)
-            if owner is None:
-                continue
-            own = owner.module()
-            is_around = own is not None and any(module is one for one in own.modules())
-            is_inside = any(own is one for one in module.modules())
-            if own is not None and not (is_around or is_inside):
-                raise ParameterError(
-                    f"flat_param.{caller}: parameter '{name}' is tied to '{theirs}' in {kind} "
-                    "beside this module, but tied parameters are moved together. Flatten or shard "
-                    "their common parent."
-                )
-            if kind in never:
-                raise ParameterError(f"flat_param.{caller}: parameter '{name}' {_WHY_NOT[kind]}")
-            if kind == UNIT and is_around and not is_inside:
-                raise ParameterError(
-                    f"flat_param.{caller}: parameter '{name}' is divided already, as '{theirs}' "
-                    "of the unit around this module, but inner modules must become units first. "
-                    "Call fully_shard on this one before the one around it."
-                )
-
-
-_WHY_NOT = {
-    UNIT: (
-        "is sharded by fully_shard, so this rank has a piece of it, but only whole parameters can "
-        "be flattened. Give the optimizer module.parameters(), or flatten modules that are not "
-        "sharded."
-    ),
-    FLATTENED: (
-        "lies in the buffer of a flattened module, but only parameters with memory of their own "
-        "can be sharded. Call flat_param.unflatten on that module first."
-    ),
-}
+        piece = getattr(param, PIECE, None)
+        if piece is not None:
+            raise ParameterError(
+                f"flat_param.{caller}: parameter '{name}' is sharded by fully_shard, as "
+                f"{piece.label}, so this rank has a piece of it, but only whole parameters can be "
+                "flattened or sharded. Shard a module before the one around it, and tied "
+                "parameters with their common parent."
+            )
+        owner = owner_of(param)
+        if owner is not None and owner not in own:
+            raise ParameterError(
+                f"flat_param.{caller}: parameter '{name}' lies in the buffer of a flattened "
+                "module, but a parameter has one owner. Call flat_param.unflatten on that module "
+                "first, and flatten or shard tied parameters with their common parent."
+            )

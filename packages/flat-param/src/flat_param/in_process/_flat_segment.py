@@ -25,6 +25,7 @@ from torch.autograd.graph import increment_version
 
 from .._errors import StateError
 from .._torch_compat import is_referenced
+from ..buffers._owners import disown, own
 from ..buffers._views import allocate, move_into, over, param_views
 from ..layout._layout import FlatLayout, Segment
 
@@ -86,6 +87,7 @@ class FlatSegment:
         self.buffer: Tensor = over(memory, whole)
         views = param_views(self.buffer, plan.layout)
         move_into(params, [over(memory, view) for view in views])
+        own(self, params)
         self.arrivals: int = sum(param.grad is not None for param in params)
         self._seen: tuple[int, ...] = ()
         self._held: _FlatGrad | None = None
@@ -100,6 +102,7 @@ class FlatSegment:
     def close(self) -> None:
         """Remove the hooks; parameters keep their memory and gradients."""
         self._is_closed, self._seen = True, ()
+        disown(self.params)
         for hook in self._hooks:
             hook.remove()
 

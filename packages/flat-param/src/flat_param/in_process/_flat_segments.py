@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .._errors import StateError, VectorError
 from ..buffers._overlap import check_apart
-from ..buffers._owners import FLATTENED, UNIT, Owner, check_owners
+from ..buffers._owners import check_whole
 from ..layout._layout import FlatLayout, Segment, plan_segments
 from ..layout._spec import check_grads, check_one_device, collect_params
 from ._flat_segment import FlatSegment, unflattened
@@ -63,7 +63,6 @@ class FlatSegments:
         self._module, self._align_bytes = ref(state["module"]), state["align_bytes"]
         self.all, self.outline, self.closed = (), (), False
         self.chunks: list[Any] = []
-        self._owner: Owner | None = None
         self._kept: list[nn.Module] = []
         self._registries: list[Any] = []
         self._tensors: list[Tensor] = []
@@ -83,8 +82,6 @@ class FlatSegments:
             tensor.data = copied
         self.closed, self.all, self.chunks, self._tensors = True, (), [], []
         vars(module).pop("_apply", None)
-        if self._owner is not None:
-            self._owner.is_dropped = True
         vars(module).pop(ATTRIBUTE, None)  # last: if this is interrupted, it can be called again
 
     @property
@@ -134,7 +131,7 @@ class FlatSegments:
         """Plan for the module's present parameters, and move them into new buffers."""
         specs, params = collect_params(module)
         named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
-        check_owners("FlatParams", module, named, (UNIT, FLATTENED), never=(UNIT,))
+        check_whole("FlatParams", named, own=self.all)
         check_one_device("flatten", specs, [param.device for param in params])
         check_apart("flatten", module, params)
         check_grads(specs, params)
@@ -150,7 +147,6 @@ class FlatSegments:
         after = dict(zip(map(id, before), self.trainable, strict=False))
         for chunk in self.chunks:
             chunk.attach(after[id(chunk._flat_segment)])
-        self._owner = Owner(FLATTENED, module, named)
         self.outline = tuple(_outline(plan.layout) for plan in plans)
         root, *self._kept = module.modules()  # so that no other object gets the same `id`
         self._registries = [

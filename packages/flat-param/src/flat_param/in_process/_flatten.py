@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .._errors import ParameterError, StateError
-from ..buffers._owners import FLATTENED, UNIT, check_owners, owner_of
+from ..buffers._owners import check_whole, owner_of
 from ..layout._arguments import check_is_module
 from ..layout._layout import DEFAULT_ALIGN_BYTES
 from ._flat_params import FlatParams
@@ -29,7 +29,7 @@ def flatten(module: nn.Module, *, align_bytes: int = DEFAULT_ALIGN_BYTES) -> Fla
 
     Raises:
         ParameterError: no parameters, or parameters that are lazy, on different devices, sharded,
-            tied to those of a unit elsewhere, or share memory without being one parameter.
+            in the buffer of another flattened module, or share memory without being one parameter.
         StateError: the module or a module inside it is flattened already.
         LayoutError: `align_bytes` is not a power of two.
 
@@ -72,7 +72,7 @@ def unflatten(module: nn.Module) -> None:
     check_is_module("unflatten", module)
     segments: FlatSegments | None = vars(module).get(ATTRIBUTE)
     if segments is None:
-        inside = any(owner_of(param, FLATTENED)[0] for param in module.parameters())
+        inside = any(map(owner_of, module.parameters()))
         raise StateError(
             f"flat_param.unflatten: {type(module).__name__} is "
             f"{'not the root of a flattened module' if inside else 'not flattened'}, but only what "
@@ -114,7 +114,13 @@ def _check(module: nn.Module) -> None:
                 f"flat_param.flatten: parameter '{name}' is computed from another tensor, but only "
                 "a leaf can be moved into a buffer. Remove what computes it."
             )
-    check_owners("flatten", module, module.named_parameters(), (UNIT, FLATTENED), never=(UNIT,))
+    if any(ATTRIBUTE in vars(submodule) for submodule in module.modules()):
+        raise StateError(
+            f"flat_param.flatten: {type(module).__name__}, or a module inside it, is flattened "
+            "already, but a parameter can be in one buffer only. Use the FlatParams of the first "
+            "call, or call unflatten first."
+        )
+    check_whole("flatten", module.named_parameters())
     for name, submodule in module.named_modules():
         if hasattr(submodule, "_flat_param"):
             raise ParameterError(
@@ -123,10 +129,3 @@ def _check(module: nn.Module) -> None:
                 "can be flattened. Give the optimizer module.parameters(), or flatten modules that "
                 "are not sharded."
             )
-    inside = any(ATTRIBUTE in vars(submodule) for submodule in module.modules())
-    if inside or any(owner_of(param, FLATTENED)[0] for param in module.parameters()):
-        raise StateError(
-            f"flat_param.flatten: {type(module).__name__}, or a module inside or around it, is "
-            "flattened already, but a parameter can be in one buffer only. Use the FlatParams of "
-            "the first call, or call unflatten first."
-        )

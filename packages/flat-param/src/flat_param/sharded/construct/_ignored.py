@@ -14,22 +14,17 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from ..._errors import ParameterError
-from ...buffers._owners import FLATTENED, IGNORED, UNIT, Owner, check_owners
+from ..tensor._param_piece import piece_of
 
 
 def find_ignored(
-    module: nn.Module,
-    given: object,
-    *,
-    owned: Iterable[nn.Parameter],
-    nested: Iterable[nn.Parameter],
+    module: nn.Module, given: object, *, nested: Iterable[nn.Parameter]
 ) -> tuple[nn.Parameter, ...]:
     """All parameters below a module that its unit ignores.
 
     Args:
         module: the module that becomes a unit.
         given: the argument `ignored_params`; parameters of other modules are skipped.
-        owned: parameters of inner units.
         nested: parameters that inner units ignore.
     """
     names = {param: name for name, param in module.named_parameters()}
@@ -42,12 +37,11 @@ def find_ignored(
             )
         if param in names:  # users may pass one set to all units
             found[param] = None
-    check_owners("fully_shard", module, [(names[p], p) for p in found], (UNIT, FLATTENED))
-    for param in owned:
-        if param in found:
+    for param in found:
+        if piece_of(param) is not None:
             raise ParameterError(
-                f"flat_param.fully_shard: parameter '{names[param]}' is in ignored_params, but a "
-                "unit inside has sharded it already. Pass it to fully_shard of that unit, too."
+                f"flat_param.fully_shard: parameter '{names[param]}' is in ignored_params, but "
+                "another unit has sharded it already. Pass it to fully_shard of that unit, too."
             )
     others = [param for param in dict.fromkeys(nested) if param not in found]
     for name, _ in outside_units(module, others):
@@ -68,10 +62,3 @@ def outside_units(
     for name, param in module.named_parameters(remove_duplicate=False):
         if id(param) in known and not name.startswith(inside):
             yield name, param
-
-
-def own_ignored(module: nn.Module, params: Iterable[nn.Parameter]) -> Owner:
-    """Register the ignored parameters of a module, so that sibling units do not shard them."""
-    known = {id(param) for param in params}
-    named = module.named_parameters(remove_duplicate=False)
-    return Owner(IGNORED, module, [pair for pair in named if id(pair[1]) in known])

@@ -17,13 +17,7 @@ from ..._errors import ParameterError, StateError
 from ..._torch_compat import set_pipeline_state, without_torch_function
 from ...buffers._dtensors import check_places, local_of, place_of_dtensor
 from ...buffers._overlap import check_apart
-from ...buffers._owners import (
-    FLATTENED,
-    IGNORED,
-    UNIT,
-    Owner,
-    check_owners,
-)
+from ...buffers._owners import check_whole
 from ...comm._agreement import agree, describe
 from ...comm._groups import CommGroups, MeshGroups
 from ...layout._arguments import (
@@ -46,7 +40,7 @@ from ..unit._by_hand import STOPPED, units_at_rest
 from ..unit._segment import ShardedSegment
 from ..unit._strays import watch_registrations
 from ..unit._unit import ParamSite, Unit
-from ._ignored import find_ignored, outside_units, own_ignored
+from ._ignored import find_ignored, outside_units
 from ._materialize import broadcast_module, check_init, materialize, move_buffers
 
 if TYPE_CHECKING:
@@ -226,7 +220,7 @@ def _plan_unit(
     taken = [param for unit in inner for part in unit.parts for param in part.params]
     beside = [param for unit in inner for param in unit.ignored]
     given = () if ignored_params is None else ignored_params
-    ignored = find_ignored(module, given, owned=taken, nested=beside)
+    ignored = find_ignored(module, given, nested=beside)
     _check_ties(module, taken)
     specs, params = collect_params(module, ignored=[*taken, *ignored])
     specs = tuple(
@@ -234,7 +228,7 @@ def _plan_unit(
         for spec, local in zip(specs, map(local_of, params), strict=True)
     )
     named = [(spec.name, param) for spec, param in zip(specs, params, strict=True)]
-    check_owners("fully_shard", module, named, (UNIT, FLATTENED, IGNORED), never=(FLATTENED,))
+    check_whole("fully_shard", named)
     check_no_grads(named)
     check_apart("fully_shard", module, params)
     place = one_device(specs, params, mesh)
@@ -311,13 +305,9 @@ def _make_unit(
         ignored=planned.ignored,
         modules=planned.modules,
     )
-    named = []
     for part in parts:
         for spec, param in zip(part.segment.layout.specs, part.params, strict=True):
-            named.append((spec.name, param))
             if param is not params[spec.name]:
                 mark_replaced(params[spec.name], name=spec.name)
     unit.swap_out()  # a DTensor is replaced
-    root = planned.root
-    unit.owners = Owner(UNIT, root, named), own_ignored(root, planned.ignored)
     return unit

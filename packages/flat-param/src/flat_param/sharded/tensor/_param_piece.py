@@ -1,6 +1,6 @@
 """This rank's piece of a parameter, and its place in the whole parameter.
 
-`PIECE` is an attribute of the optimizer's parameter, of its gradient, and of elementwise results.
+The optimizer's parameter, its gradient and elementwise results have it as the attribute `PIECE`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..._errors import StateError
 from ...buffers._dtensors import DTensorPlace
+from ...buffers._owners import PIECE as PIECE
 from ...buffers._views import memory_order, outer_first
 from ...comm._comm import Communicator
 from ...comm._groups import Spread
@@ -26,8 +27,6 @@ from ._extent import Extent
 
 if TYPE_CHECKING:
     from ._flat_shard import FlatShard
-
-PIECE = "_flat_param_piece"
 
 
 @cache

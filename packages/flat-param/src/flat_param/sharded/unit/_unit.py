@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from ..._errors import FlatParamError, ParameterError, StateError
 from ..._torch_compat import version_of, without_torch_function
-from ...buffers._owners import Owner
 from ...comm._comm import Pending
 from ...comm._groups import CommGroups
 from ...comm._streams import capture_query
@@ -66,7 +65,6 @@ class Unit:
 
     Attributes:
         name: qualified name of the module below the outermost unit; "" for the outermost unit.
-        owners: registered owners of the unit's parameters and of the ignored ones.
         parts: its segments.
         sites: where its parameters are registered.
         copies: the full copies that the module has inside `whole_params()`, by segment.
@@ -106,7 +104,6 @@ class Unit:
         self._modules = tuple(map(weakref.ref, modules))
         self.module_count = len(modules)
         self.looked_at = -1
-        self.owners: tuple[Owner, ...] = ()
         self.parts = tuple(parts)
         self.ignored = tuple(ignored)
         self.ignored_places = frozenset(_places(modules, ignored))
