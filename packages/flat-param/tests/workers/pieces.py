@@ -305,7 +305,8 @@ def snapshot() -> dict[tuple[str, ...], Any]:
                 elif type(value) in kinds:
                     found[name, key] = value
     for where, value in list(found.items()):
-        for index, cell in enumerate(getattr(value, "__closure__", None) or ()):
+        cells = value.__closure__ if isinstance(value, types.FunctionType) else None
+        for index, cell in enumerate(cells or ()):
             with contextlib.suppress(ValueError):  # it is empty
                 found[(*where, str(index))] = cell.cell_contents
     return found

@@ -41,6 +41,7 @@ from ._callers import (
 from ._param_piece import PIECE, JoinedPieces, ParamPiece, piece_of
 from ._piece_functions import ALONG_ROWS, ELEMENTWISE_FUNCTIONS, FILLS, JOINS, NORMS, QUESTIONS
 from ._reductions import (
+    OF_WHOLE,
     REDUCTIONS,
     NoGradient,
     Part,
@@ -48,6 +49,7 @@ from ._reductions import (
     TrialShape,
     any_of_initialised,
     check_all_ranks_search,
+    comms_of,
     dims_of,
     found_inf_anywhere,
     norms_of_pieces,
@@ -380,6 +382,13 @@ def _reduce(name: str, pieces: Sequence[tuple[Tensor, Part]], args: Any, kwargs:
         raise _refused(name, args, kwargs)
     if args[0] is not tensor and name not in ("equal", "allclose", "dot", "vdot"):
         raise _refused(name, args, kwargs)
+    if name in OF_WHOLE and not Trial.is_on:
+        if isinstance(piece, JoinedPieces):
+            raise _refused(name, args, kwargs)
+        comms_of(name, piece)
+        with torch.no_grad():
+            found = getattr(torch, name)(full_tensor(tensor), *args[1:], **kwargs)
+        return _without_gradient(found, tensor)
     args = [_cut_source(tensor, each) for each in args]  # torch.equal(param, whole)
     with without_torch_function():
         local = [plain(each) if isinstance(each, Tensor) else each for each in args]

@@ -7,7 +7,8 @@ gradients and takes the norm of these, which is one collective. See `PieceNorm`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,14 +73,21 @@ def _over(name: str, piece: Part, value: Tensor, op: Any, comms: Sequence[Commun
     sent = value.to(piece.device, torch.uint8 if value.dtype == torch.bool else value.dtype)
     sent = sent.clone(memory_format=torch.contiguous_format)
     for comm in comms:
-        try:
+        with _named(name, piece):
             comm.all_reduce(sent, op, of_unit=False).wait()
-        except RuntimeError as error:
-            raise CommError(
-                f"flat_param.fully_shard: {name} of parameter {piece.label} is computed over all "
-                f"ranks that have elements of it. Call it on every rank. ({error})"
-            ) from error
     return sent.to(value.device, value.dtype)
+
+
+@contextmanager
+def _named(name: str, piece: Part) -> Iterator[None]:
+    """Name the reduction in the error of a collective that not all ranks have begun."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommError(
+            f"flat_param.fully_shard: {name} of parameter {piece.label} is computed over all "
+            f"ranks that have elements of it. Call it on every rank. ({error})"
+        ) from error
 
 
 def comms_of(name: str, piece: Part) -> list[Communicator]:
@@ -99,83 +107,44 @@ def reduce_piece(
     name: str, piece: Part, local: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """The result of a reduction over all elements, for plain `local` elements. Collective."""
-    return _REDUCTIONS[name](name, piece, local, args, kwargs)
-
-
-def _by_torch(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Any:
-    """Reduce the elements by torch's function, and the results of ranks by one of the backend."""
-    found = getattr(torch, name)(local, *args, **kwargs)
-    if isinstance(found, Tensor):
-        return over_ranks(name, piece, found, _OPERATORS[name])
-    value = torch.tensor(found, device=local.device)
-    return bool(over_ranks(name, piece, value, _OPERATORS[name]))
-
-
-def _mean(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Tensor:
-    dtype = kwargs.get("dtype") or local.dtype
-    values = local.to(_wide(dtype))
-    kept = ~values.isnan() if name == "nanmean" else torch.ones((), dtype=torch.bool)
-    count = kept.expand(values.shape).sum().to(values.device, values.dtype)
-    both = torch.stack([values.nansum() if name == "nanmean" else values.sum(), count])
-    total, number = over_ranks(name, piece, both, SUM)
-    return (total / number.real).to(dtype)
-
-
-def _variance(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Tensor:
-    given = [*args, *kwargs.values()]
-    correction = next((each for each in given if each is not None), True)
-    values = local.to(_wide(local.dtype))
-    count = torch.tensor(float(local.numel()), dtype=values.real.dtype, device=values.device)
-    total = over_ranks(name, piece, torch.stack([values.sum(), count.to(values.dtype)]), SUM)
-    mean, number = total[0] / total[1].real, total[1].real
-    apart = (values - mean).abs().square().sum()
-    found = over_ranks(name, piece, apart, SUM) / (number - float(correction)).clamp(min=0)
-    return (found.sqrt() if name == "std" else found).to(local.real.dtype)
-
-
-def _extreme(name: str, piece: Part, local: Tensor, args: Any, kwargs: Any) -> Any:
+    if name == "mean":
+        return _mean(piece, local, kwargs.get("dtype") or local.dtype)
     if name == "aminmax":
-        least, most = (_extreme(each, piece, local, (), {}) for each in ("amin", "amax"))
-        return torch.return_types.aminmax((least, most))
-    is_max = name in ("max", "amax")
-    is_float = local.is_floating_point()
-    if local.dtype == torch.bool:
-        bounds: tuple[float, float] = (0, 1)
-    elif is_float:
-        bounds = (-math.inf, math.inf)
-    else:
-        bounds = (torch.iinfo(local.dtype).min, torch.iinfo(local.dtype).max)
-    start = local.new_full((), bounds[0] if is_max else bounds[1])
-    found = (local.amax() if is_max else local.amin()) if local.numel() else start
-    if not is_float:
-        return over_ranks(name, piece, found, MAX if is_max else MIN)
-    # Backends disagree about NaN, so it is exchanged beside the value.
-    sign = 1 if is_max else -1
-    sent = torch.stack(
-        [
-            sign * found.nan_to_num(sign * -math.inf, math.inf, -math.inf)
-            if found.isnan()
-            else sign * found,
-            found.isnan().to(found.dtype),
-        ]
-    )
-    value, is_nan = over_ranks(name, piece, sent, MAX)
-    return torch.where(is_nan > 0, torch.full_like(value, math.nan), sign * value)
+        both = _extreme("amin", piece, local), _extreme("amax", piece, local)
+        return torch.return_types.aminmax(both)
+    if name in _EXTREMES:
+        return _extreme(name, piece, local)
+    found, operator = getattr(torch, name)(local, *args, **kwargs), _OPERATORS.get(name)
+    if isinstance(found, Tensor):
+        return over_ranks(name, piece, found, operator)
+    return bool(over_ranks(name, piece, torch.tensor(found, device=local.device), operator))
 
 
-def _histogram(
-    name: str,
-    piece: Part,
-    local: Tensor,
-    args: Any,
-    kwargs: Any,
-) -> Tensor:
-    options: dict[str, Any] = {"bins": 100, "min": 0.0, "max": 0.0}
-    options |= dict(zip(options, args, strict=False)) | kwargs
-    if options["min"] == options["max"] == 0:
-        options["min"] = float(_extreme("amin", piece, local, (), {}))
-        options["max"] = float(_extreme("amax", piece, local, (), {}))
-    return over_ranks(name, piece, torch.histc(local, **options), SUM)
+def _extreme(name: str, piece: Part, local: Tensor) -> Tensor:
+    """The extreme of those of ranks with elements, which are gathered: backends mistake NaN."""
+    take = _EXTREMES[name]
+    values = take(local).view(1) if local.numel() else local.new_zeros(1)
+    has = torch.tensor([local.numel() > 0], device=local.device)
+    for comm in comms_of(name, piece):
+        values, has = _gathered(name, piece, values, comm), _gathered(name, piece, has, comm)
+    return take(values[has])
+
+
+def _gathered(name: str, piece: Part, value: Tensor, comm: Communicator) -> Tensor:
+    if Trial.is_on:
+        Trial.called.add("reduction")
+        return value
+    found = value.new_empty(comm.world_size * value.numel(), device=piece.device)
+    with _named(name, piece):
+        comm.all_gather(found, value.to(piece.device)).wait()
+    return found.to(value.device)
+
+
+def _mean(piece: Part, local: Tensor, dtype: torch.dtype) -> Tensor:
+    values = local.to(_wide(dtype))
+    count = torch.tensor(local.numel(), dtype=values.dtype, device=values.device)
+    total, number = over_ranks("mean", piece, torch.stack([values.sum(), count]), SUM)
+    return (total / number.real).to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -187,16 +156,12 @@ _OPERATORS = {
     **dict.fromkeys(("sum", "nansum", "count_nonzero", "dot", "vdot"), SUM),
     **dict.fromkeys(("all", "equal", "allclose"), MIN),
     "any": MAX,
-    "prod": dist.ReduceOp.PRODUCT,
 }
-_REDUCTIONS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(_OPERATORS, _by_torch),
-    **dict.fromkeys(("mean", "nanmean"), _mean),
-    **dict.fromkeys(("std", "var"), _variance),
-    **dict.fromkeys(("max", "min", "amax", "amin", "aminmax"), _extreme),
-    "histc": _histogram,
-}
-REDUCTIONS = frozenset(_REDUCTIONS)
+_EXTREMES = {"max": torch.amax, "amax": torch.amax, "min": torch.amin, "amin": torch.amin}
+OF_WHOLE = frozenset({"prod", "nanmean", "std", "var", "histc"})
+"""Reductions of the gathered tensor, which are rare: results of ranks do not give theirs."""
+
+REDUCTIONS = frozenset({"mean", "aminmax", *_OPERATORS, *_EXTREMES, *OF_WHOLE})
 
 
 def found_inf_anywhere(pieces: Sequence[Part], found_inf: Tensor) -> None:

@@ -240,6 +240,7 @@ class ShardedSegment:
             part = full.copy_(part, non_blocking=True)
         else:
             if part.device != full.device:
+                assert work is not None, "the full buffer is on an accelerator"
                 self.drop_copied()
                 with SideWork(full.device, "copy", waits=waits) as self._copy:
                     part = part.to(full.device, non_blocking=True)
