@@ -55,12 +55,11 @@ def new_scaler(kind: Any = torch.amp.GradScaler) -> Any:
 def check_overflow_on_one_rank_is_one_on_all(rank: int, world: int) -> None:
     """The scale and the weights are one process's, for FSDP1's scaler, too."""
     plainly, for_fsdp1 = torch.amp.GradScaler, ShardedGradScaler  # the latter steps none fused
-    for kind, fused, way, boundary, unscales in (
-        *product([plainly], (False, True), WAYS, ["element"], (False, True)),
-        *product([for_fsdp1], [False], ["ZeRO-3"], ["element"], (False, True)),
-        *product([plainly], (False, True), ["ZeRO-3"], ["tensor"], [False]),
+    for kind, fused, way, unscales in (
+        *product([plainly], (False, True), WAYS, (False, True)),
+        *product([for_fsdp1], [False], ["ZeRO-3"], (False, True)),
     ):
-        plain, model = Scales(), fully_shard(Scales(), **options_of(way), boundary=boundary)
+        plain, model = Scales(), fully_shard(Scales(), **options_of(way))
         options = {"fused": fused, "unscales": unscales}
         expected = train(plain, new_scaler(), **options)
         assert train(model, new_scaler(kind), **options) == expected == [16, 32, 16, 16, 32]
@@ -96,18 +95,10 @@ def check_every_rank_that_shares_a_step_is_asked(rank: int, world: int) -> None:
         assert distance(whole_state(model), before) == 0
 
 
-def check_rank_without_gradients_is_refused(rank: int, world: int) -> None:
+def check_ranks_that_may_lack_gradients_are_refused(rank: int, world: int) -> None:
     """torch's scaler looks at nothing there; the others must not wait for it."""
     model = fully_shard(Scales(), boundary="tensor")  # a vector for each rank
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), new_scaler()
-    for factors in (torch.ones(8), torch.full((8,), 1e37), torch.ones(8)):
-        optimizer.zero_grad()
-        scaler.scale(model(factors)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    optimizer.zero_grad()
-    scaler.scale(model(None)).backward()
-    mine = model.bias.to_local().numel() > 0
-    kind, text = (StateError, "has no gradient") if mine else (AssertionError, "No inf checks")
+    scaler.scale(model(torch.ones(8))).backward()
     if world > 1:
-        raises(kind, text, lambda: scaler.step(optimizer))
+        raises(StateError, "Shard with boundary='element'", lambda: scaler.step(optimizer))

@@ -63,13 +63,6 @@ INITIALISERS = Callers(
 # Hooks for steps and state dicts exist, none for construction.
 OPTIMIZERS = Callers("torch.optim.optimizer.add_param_group")
 
-# Look for infinities. The optimizer's other parameters say which ranks do. No hook of an optimizer
-# runs before it, and the function gets gradients only.
-SCALERS = Callers(
-    "torch.amp.grad_scaler._unscale_grads_",
-    "torch.distributed.fsdp.sharded_grad_scaler._unscale_grads_",
-)
-
 # Send elements, which are others on each rank. Collectives have no `__torch_function__`.
 COLLECTIVES = Callers("torch.distributed.distributed_c10d.*", "torch.distributed.utils.*")
 

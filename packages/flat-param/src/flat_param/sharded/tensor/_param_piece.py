@@ -104,7 +104,6 @@ class ParamPiece:
             that need full tensors would divide by zero elements elsewhere.
         skips: whether the optimizer skips this rank.
         is_stepped: whether other ranks step it, if the optimizer skips this one.
-        has_grad_elsewhere: whether they have its gradient since a `GradScaler` last looked.
         specs: of its shards in state dicts, see _flat_shard.py.
     """
 
@@ -132,7 +131,7 @@ class ParamPiece:
         self.is_whole = self.stays_whole and self.numel == spec.numel
         self.leaves_ranks_out = self.is_cut and plan.keeps_rows
         self.skips = self.leaves_ranks_out and not self.numel
-        self.is_stepped = self.has_grad_elsewhere = False
+        self.is_stepped = False
         self.specs: dict[Any, Any] = {}
 
     def __deepcopy__(self, memo: object) -> ParamPiece:

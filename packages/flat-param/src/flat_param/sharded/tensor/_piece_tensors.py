@@ -30,14 +30,7 @@ from torch import Tensor, nn
 from ..._errors import FlatParamError, ParameterError, StateError
 from ..._torch_compat import allow_foreach, without_torch_function
 from ...buffers._views import memory_order
-from ._callers import (
-    COLLECTIVES,
-    FILES,
-    INITIALISERS,
-    LOOKING_FOR_DTENSORS,
-    OPTIMIZERS,
-    SCALERS,
-)
+from ._callers import COLLECTIVES, FILES, INITIALISERS, LOOKING_FOR_DTENSORS, OPTIMIZERS
 from ._param_piece import PIECE, JoinedPieces, ParamPiece, piece_of
 from ._piece_functions import ALONG_ROWS, ELEMENTWISE_FUNCTIONS, FILLS, JOINS, NORMS, QUESTIONS
 from ._reductions import (
@@ -288,8 +281,7 @@ def _of_lists(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return [_marked(one, *row, name=name) for one, row in zip(found, rows, strict=True)]
     searches = name == "_amp_foreach_non_finite_check_and_unscale_" and not Trial.is_on
     pieces = [piece for piece in map(piece_of, args[0]) if piece is not None] if searches else []
-    if pieces and (scaler := SCALERS.frame()):
-        check_all_ranks_search(scaler.f_locals["optimizer"], args[0][0].dtype)
+    check_all_ranks_search(pieces)
     with without_torch_function():
         found = func(*args, **kwargs)
         if searches:

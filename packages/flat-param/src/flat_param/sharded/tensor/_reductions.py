@@ -7,7 +7,7 @@ gradients and takes the norm of these, which is one collective. See `PieceNorm`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..._errors import CommError, ParameterError, StateError
 from ..._torch_compat import norms_of, without_torch_function
 from ...comm._comm import Communicator
-from ._param_piece import JoinedPieces, ParamPiece, piece_of
+from ._param_piece import JoinedPieces, ParamPiece
 
 MAX, MIN, SUM = dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.SUM
 Part = ParamPiece | JoinedPieces
@@ -164,6 +164,21 @@ OF_WHOLE = frozenset({"prod", "nanmean", "std", "var", "histc"})
 REDUCTIONS = frozenset({"mean", "aminmax", *_OPERATORS, *_EXTREMES, *OF_WHOLE})
 
 
+def check_all_ranks_search(pieces: Iterable[Part]) -> None:
+    """Refuse a search for infinities in which ranks without gradients take no part.
+
+    Raises:
+        StateError: torch's `GradScaler` looks at nothing on such a rank.
+    """
+    for piece in pieces:
+        if isinstance(piece, ParamPiece) and piece.leaves_ranks_out:
+            raise StateError(
+                "flat_param.fully_shard: a GradScaler looks for infinite gradients on all ranks, "
+                f"but boundary= may leave ranks without parameter {piece.label}. Shard with "
+                "boundary='element', or train in bfloat16, which needs no scaler."
+            )
+
+
 def found_inf_anywhere(pieces: Sequence[Part], found_inf: Tensor) -> None:
     """Set `found_inf` on all ranks if it is set on one. Collective."""
     comms: dict[Any, Communicator] = {}
@@ -173,37 +188,6 @@ def found_inf_anywhere(pieces: Sequence[Part], found_inf: Tensor) -> None:
     for comm in comms.values():
         if comm.world_size > 1:
             comm.all_reduce(found_inf, MAX, of_unit=False).wait()
-
-
-def check_all_ranks_search(optimizer: Any, dtype: torch.dtype) -> None:
-    """Refuse a scaler's search for infinities in which a rank without gradients takes no part.
-
-    Ranks have agreed on the parameters that any of them has used, so all others raise at once.
-
-    Raises:
-        StateError: a rank has no gradient of this dtype, so torch's `GradScaler` looks at nothing
-            there.
-    """
-    searching: dict[Any, set[int]] = {}
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        piece = piece_of(param)
-        if piece is None or param.dtype != dtype:
-            continue
-        has_grad = piece.has_grad_elsewhere if piece.skips else param.grad is not None
-        piece.has_grad_elsewhere = False
-        if has_grad:
-            spans = enumerate(piece.ranges())
-            ranks = {at for at, (a, b) in spans if a < b or not piece.leaves_ranks_out}
-            searching.setdefault(piece.comm.group, set()).update(ranks)
-    for group, found in searching.items():
-        missing = set(range(1 if group is None else dist.get_world_size(group))) - found
-        if missing:
-            raise StateError(
-                "flat_param.fully_shard: a GradScaler looks for infinite gradients on all ranks, "
-                f"but rank {min(missing)} has no gradient of the optimizer's {dtype} parameters, "
-                "since boundary= keeps tensors or rows on one rank. Shard over fewer ranks or "
-                "with boundary='element', or train in bfloat16, which needs no scaler."
-            )
 
 
 class NoGradient(torch.autograd.Function):

@@ -467,7 +467,6 @@ class ShardedSegment:
         if self._skips:
             for piece in (self.pieces[index] for index in used):
                 piece.is_stepped |= piece.skips
-                piece.has_grad_elsewhere |= piece.skips
             used = [index for index in used if not self.pieces[index].skips]
         hooks: list[tuple[nn.Parameter, list[Callable[[Tensor], None]]]] = []
         with self._home, without_torch_function():
