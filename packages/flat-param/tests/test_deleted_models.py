@@ -12,8 +12,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flat_param
 
@@ -267,3 +269,16 @@ def test_memory_of_the_process_does_not_grow_with_flattened_models() -> None:
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     plain, flattened = map(float, found.stdout.split())
     assert flattened - plain <= 16
+
+
+def test_mesh_is_freed_with_the_module() -> None:
+    """A mesh holds its process group, whose sockets would stay open."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        state = flat_param.fully_shard(nn.Linear(4, 6)).state_dict()
+        mesh = weakref.ref(state["weight"].device_mesh)
+        del state
+        gc.collect()
+        assert mesh() is None
+    finally:
+        dist.destroy_process_group()
