@@ -119,7 +119,7 @@ def _interrupted(
     except KeyboardInterrupt:
         pass
     except Exception as error:
-        heard = alone and isinstance(error, (RuntimeError, ValueError))
+        heard = alone and not interrupt.where and isinstance(error, (RuntimeError, ValueError))
         if not heard and not _comes_from_interrupt(error):
             why = f"became {type(error).__name__}: {error}"
     where = interrupt.where

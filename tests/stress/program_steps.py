@@ -235,7 +235,8 @@ def _negate_unseen(t: torch.Tensor) -> None:
     t.data.neg_()
 
 
-def _new_data(t: torch.Tensor) -> None:
+def new_data(t: torch.Tensor) -> None:
+    """Give a tensor other memory, which its version does not show."""
     t.data = t.data * 0.5
 
 
@@ -261,4 +262,4 @@ def _swap(t: torch.Tensor) -> None:
         t.set_(t.detach().clone() * 2)
 
 
-CHANGES = (_add_unseen, _negate_unseen, _new_data, _in_place, _copied, optimizer_step, _swap)
+CHANGES = (_add_unseen, _negate_unseen, new_data, _in_place, _copied, optimizer_step, _swap)

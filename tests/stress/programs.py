@@ -36,7 +36,16 @@ from torch import nn
 
 import sac_policies as sp
 from stress import state_steps
-from stress.program_steps import CHANGES, STEPS, Step, Values, World, cached, optimizer_step
+from stress.program_steps import (
+    CHANGES,
+    STEPS,
+    Step,
+    Values,
+    World,
+    cached,
+    new_data,
+    optimizer_step,
+)
 
 OPS = (
     *("aten.mm", "aten.sin", "aten.mul.Tensor", "aten.mul_", "aten.add_", "aten.relu_"),
@@ -133,7 +142,11 @@ def outcome(seed: int, checkpoints: bool, *, changes: bool = True) -> Any:
     change = rng.choice(CHANGES) if rng.random() < 0.35 else None
     try:
         torch.manual_seed(seed + 2)
-        out = program(seed, world)(world.given, world)
+        first = program(seed, world)
+        if change is new_data:  # plain code reads the new memory, and a region the old one
+            out = region(first, world.given, world, random.Random(seed + 5))
+        else:
+            out = first(world.given, world)
         out = region(program(seed + 3, world), out, world, random.Random(seed + 4))
         drawn = torch.rand(1)
         loss = out.square().mean()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import flat_param
 from stress.interrupts import Scene, scenario
 from stress.models import Stack, backward, differ, gradients, inputs, stack
+from stress.ranks import join
 from stress.trials import Scenario
 
 
@@ -219,37 +221,62 @@ def leftovers(path: Path, *, killed: bool = False) -> list[str]:
     return others if killed or len(saves) == 1 else [*others, *saves]
 
 
-def _save(folder: Path) -> Scene:
-    """The path has the old state or the new one, and the next save replaces it."""
-    path, model, reader = folder / "checkpoint", sharded(), sharded()
-    steps = [1]
-    save = functools.partial(flat_param.save_sharded, model, path)
-    act = functools.partial(flat_param.save_sharded, model, path)
-    fill(model, 1.0)
-    save(step=1)
+def _save(folder: Path, *, alone: bool) -> Scene:
+    """The path has the old state or the new one, and the next save replaces it.
+
+    If a rank is interrupted alone, the others get an error, and their group is of no more use. So
+    each rank leaves its group after an error, as the end of a process does, and all join another.
+    """
+    path, models = folder / "checkpoint", [sharded(), sharded()]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    steps, groups = [1], [0]
+
+    def save() -> None:
+        fill(models[0], float(steps[0]))
+        flat_param.save_sharded(models[0], path, step=steps[0])
+
+    def act() -> None:
+        try:
+            flat_param.save_sharded(models[0], path, step=steps[0])
+        except BaseException:
+            if alone:
+                dist.destroy_process_group()
+            raise
+
+    def start_again() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        groups[0] += 1
+        other = folder / f"group-{groups[0]}"
+        other.mkdir(exist_ok=True)
+        join(other, rank, world)
+        models[:] = [sharded(), sharded()]
+        gc.collect()  # tracebacks hold the previous group, and so its open files
 
     def settle() -> None:
         steps[0] += 1
-        fill(model, float(steps[0]))
+        fill(models[0], float(steps[0]))
 
     def loaded() -> set[float]:
-        flat_param.load_sharded(reader, path)
-        return values_in(reader)
+        flat_param.load_sharded(models[1], path)
+        return values_in(models[1])
 
     def wrong() -> str:
+        if alone:
+            start_again()
         old, new, found = float(steps[0] - 1), float(steps[0]), loaded()
         if found not in ({old}, {new}):
             return f"the path holds {sorted(found)}, but {old} was saved, and {new} begun"
         dist.barrier()  # all ranks have read
-        save(step=steps[0])
+        save()
         dist.barrier()
         if loaded() != {new}:
             return f"after another save of {new} the path does not hold it"
         left = leftovers(path, killed=True)
         return f"left after another save: {left}" if left else ""
 
-    # Ranks that are not interrupted wait for the others in vain, until the timeout.
-    return Scene(lambda: act(step=steps[0]), wrong, settle)
+    save()
+    return Scene(act, wrong, settle)
 
 
 def _load(folder: Path) -> Scene:
@@ -281,10 +308,11 @@ def scenarios() -> list[Scenario]:
     on_ranks: dict[str, Callable[[Path], Scene]] = {
         kind: functools.partial(_sharded_scene, kind)
         for kind in ("forward", "backward", "accumulate", "step")
-    } | {"fully_shard": _sharding, "save": _save, "load": _load}
+    } | {"fully_shard": _sharding, "load": _load}
     for ranks in (1, 2):
         for name, make in on_ranks.items():
-            alone = ranks > 1 and name == "save"  # only one rank writes metadata
-            full = f"flat/{name}-{ranks}"
-            found.append(scenario(full, "flat_param", make, ranks=ranks, alone=alone))
+            found.append(scenario(f"flat/{name}-{ranks}", "flat_param", make, ranks=ranks))
+        alone = ranks > 1  # only one rank writes metadata
+        saved = functools.partial(_save, alone=alone)
+        found.append(scenario(f"flat/save-{ranks}", "flat_param", saved, ranks=ranks, alone=alone))
     return found

@@ -179,7 +179,10 @@ def _fitted_in_place(folder: Path) -> Scene:
         found = sac_policies.fit_(model, (x,), "80%")
         if isinstance(found, sac_policies.budget.Infeasible):
             raise AssertionError(str(found))
-        found.undo()
+        try:
+            found.undo()
+        finally:  # after an interrupt, a user undoes it again
+            found.undo()
 
     return _search(model, x, act)
 

@@ -195,6 +195,7 @@ def _start(scenario: Scenario, asked: Asked, folder: Path, rank: int, done: set[
         return _Member(pid, read, rank)
     os.setsid()
     os.close(read)
+    tempfile.tempdir = str(folder)  # so that all that is left is removed with it
     stderr = os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(stderr, 2)
     os.dup2(stderr, 1)

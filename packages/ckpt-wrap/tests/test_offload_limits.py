@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,3 +110,35 @@ def test_copies_that_backward_waits_for_are_counted(tmp_path):
     assert stats[2].late == stats[2].copies_in == 2
     assert [each.copies_in for each in stats[:2]] == [2, 2]
     assert ckpt_wrap.offload_stats(model).late == stats[2].late
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_bytes_away_are_zero_after_an_interrupt_anywhere(tmp_path):
+    """KeyboardInterrupt at any Python call of the package, also one that frees a storage."""
+    model, source = blocks(2), str(Path(ckpt_wrap.__file__).parent)
+    for block in model:
+        ckpt_wrap.offload_(block, min_bytes=1, max_bytes_away=1 << 20, to=tmp_path)
+    model(given()).sum().backward()
+    left, calls = 0, 0
+
+    def interrupt(frame, event, arg):
+        nonlocal left
+        if event == "call" and frame.f_code.co_filename.startswith(source):
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+    while left <= 0:
+        calls += 1
+        left = calls
+        sys.settrace(interrupt)
+        try:
+            model(given()).sum().backward()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        gc.collect()
+        assert ckpt_wrap.offload_stats(model).bytes_away == 0, calls
+    assert calls > 50

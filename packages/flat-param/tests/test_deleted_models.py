@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flat_param
 
@@ -197,3 +199,16 @@ def test_parameter_of_a_deleted_model_still_gets_a_gradient() -> None:
     nn.functional.linear(hidden, weights[1], biases[1]).sum().backward()
     for weight, grad in zip(weights, expected, strict=True):
         assert torch.equal(weight.grad, grad)
+
+
+def test_mesh_is_freed_with_the_module() -> None:
+    """A mesh holds its process group, whose sockets would stay open."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        state = flat_param.fully_shard(nn.Linear(4, 6)).state_dict()
+        mesh = weakref.ref(state["weight"].device_mesh)
+        del state
+        gc.collect()
+        assert mesh() is None
+    finally:
+        dist.destroy_process_group()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
-from flat_param import StateError, full_state_dict, fully_shard, load_full_state_dict
+from flat_param import (
+    StateError,
+    full_state_dict,
+    fully_shard,
+    load_full_state_dict,
+    load_sharded,
+    save_sharded,
+)
+from flat_param.checkpoint import _files
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 X = torch.ones(1, 3)
@@ -158,3 +168,30 @@ def test_parameters_of_groups_with_other_options_are_not_merged() -> None:
     with pytest.raises(StateError, match=r"were saved in groups with different options \(lr\)"):
         load_full_state_dict(module, state, optimizer=optimizer)
     assert all(map(torch.equal, values(module, optimizer), before))
+
+
+def test_interrupt_while_files_are_read_stays_an_interrupt(tmp_path: Path) -> None:
+    """At each Python call of the reader, also those that torch makes in C++."""
+    module = fully_shard(nn.Linear(3, 2))
+    save_sharded(module, tmp_path)
+    left = at = 0
+
+    def interrupt(frame: Any, event: str, arg: object) -> None:
+        nonlocal left
+        if event == "call" and frame.f_code.co_filename == _files.__file__:
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+    while left <= 0:
+        at += 1
+        left = at
+        sys.settrace(interrupt)
+        try:
+            load_sharded(module, tmp_path)
+        except KeyboardInterrupt:
+            assert left == 0
+        finally:
+            sys.settrace(None)
+    assert at > 10

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from sac_policies import BudgetError, fit_
-from sac_policies.budget import Infeasible, InPlaceFit
+from sac_policies.budget import Infeasible, InPlaceFit, _step
+from sac_policies.trials import _rollback
 from sac_policies.trials._generators import Generators
 
 from ._blocks import stack
@@ -100,6 +101,53 @@ def test_what_cannot_fit_leaves_the_model_and_says_what_would() -> None:
     assert re.search(r"sharding over 2 ranks saves [\d.]+ KiB on each", found.helps)
     again = fit_(model, BATCH, found.smallest_bytes)
     assert isinstance(again, InPlaceFit)
+
+
+@pytest.mark.parametrize("sets", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("at", [2, 31, 46, 69])
+def test_interrupt_while_a_forward_is_set_leaves_the_model(
+    monkeypatch: pytest.MonkeyPatch, at: int, sets: bool
+) -> None:
+    """When calls are counted or marked, and when a level is put on a block."""
+    model, numbers, set_attribute = stack(), count(1), nn.Module.__setattr__
+
+    def interrupted(module: nn.Module, name: str, value: Any) -> None:
+        if name != "forward" or next(numbers) != at:
+            set_attribute(module, name, value)
+            return
+        if sets:
+            set_attribute(module, name, value)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nn.Module, "__setattr__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fit_(model, BATCH, "60%")
+    assert own_forwards(model) == []
+    assert not _step._being_fitted
+
+
+def test_interrupt_while_gradients_are_held_gives_them_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At each tensor that is noted when measuring begins."""
+    model, note = stack(1), _rollback._Tensor.__init__
+    grads = [torch.ones_like(each) for each in model.parameters()]
+    for at in range(1, 2 * len(grads) + 1):
+        for parameter, grad in zip(model.parameters(), grads, strict=True):
+            parameter.grad = grad
+        numbers = count(1)
+
+        def interrupted(noted: Any, tensor: torch.Tensor, numbers: Any = numbers, at: int = at):
+            if next(numbers) == at:
+                raise KeyboardInterrupt
+            note(noted, tensor)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(_rollback._Tensor, "__init__", interrupted)
+            fit_(model, BATCH, "60%")
+        now = [each.grad for each in model.parameters()]
+        assert all(one is other for one, other in zip(now, grads, strict=True)), at
+        assert not _step._being_fitted
 
 
 @pytest.mark.parametrize("at", range(3, 10, 2))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import weakref
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,16 @@ from torch.nn.modules import module as torchs_modules
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import sac_policies
-from sac_policies import Policy, checkpoint, checkpoint_name, save_named, save_ops, scoped
+from sac_policies import (
+    Policy,
+    checkpoint,
+    checkpoint_name,
+    recompute_all,
+    save_named,
+    save_ops,
+    scoped,
+)
+from sac_policies._torch_compat import saved_tensor_hooks
 from sac_policies.eager import _tape
 from sac_policies.policies import _names
 
@@ -37,6 +48,26 @@ class _Interrupt:
                 sys.settrace(None)
                 raise KeyboardInterrupt
             self.left -= 1
+
+
+@pytest.mark.parametrize("name", ["push_hooks", "saved_tensor_hooks", "pop_hooks"])
+@pytest.mark.parametrize("at", [1, 2])
+def test_interrupt_after_a_call_of_torch_leaves_no_hooks(monkeypatch, name, at):
+    """Functions of torch that enter and leave saved-tensor hooks."""
+    real, numbers = getattr(_tape, name), count(1)
+
+    def interrupted(*args):
+        found = real(*args)
+        if next(numbers) == at:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(_tape, name, interrupted)
+    x = torch.ones(2, requires_grad=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        checkpoint(torch.sin, x, policy=recompute_all())
+    assert saved_tensor_hooks() is None
+    assert _tape._current.tape is None
 
 
 class _Both(nn.Module):

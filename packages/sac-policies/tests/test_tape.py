@@ -201,6 +201,16 @@ def test_data_replaced_in_region_is_noticed(xw):
         grads(taped(run, x), x, w)
 
 
+@pytest.mark.parametrize("policy", [save_all(), recompute_all()], ids=["save", "recompute"])
+def test_constant_replaced_by_data_keeps_its_bits(xw, policy):
+    """Backward reads a constant twice: after it was saved, and after it was known."""
+    x, _ = xw
+    scale, expected = torch.full((8,), 1.25), grads(x * 1.25 * 1.25, x)
+    out = taped(lambda t: t * scale * scale, x, policy=policy)
+    scale.data = scale * 0.5
+    assert same(grads(out, x), expected)
+
+
 # Nesting
 
 

@@ -36,9 +36,6 @@ class _FileStored(Stored):
         assert self._mapped is not None
         return torch.frombuffer(self._mapped, dtype=torch.uint8).to(self._device)
 
-    def discard(self) -> None:
-        self._mapped = None
-
 
 class DiskTier:
     """A folder for the tensors of any device.

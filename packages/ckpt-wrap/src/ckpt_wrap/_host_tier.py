@@ -53,11 +53,6 @@ class _HostStored(Stored):
         assert self._back is not None
         self._back.wait()
 
-    def discard(self) -> None:
-        for copy in (self._back, self._out):
-            if copy is not None:
-                copy.release()
-
 
 class StreamCopy:
     """A copy on a side stream.
@@ -98,6 +93,9 @@ class StreamCopy:
             self._has_waited = True
         elif self.tensor is not None:
             self.tensor.record_stream(current)
+
+    def __del__(self) -> None:
+        self.release()
 
     def release(self) -> None:
         """Free the device side, in the order of its stream."""

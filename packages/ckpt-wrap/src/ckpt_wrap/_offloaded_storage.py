@@ -7,13 +7,12 @@
 | away | no | yes | fetches the bytes |
 
 Each storage has a lock, because several threads may run backward through one graph. Finalizers of
-other storages may run while the lock is held; they take no lock. It is reentrant, so that a thread
+other copies may run while the lock is held; they take no lock. It is reentrant, so that a thread
 can continue after an asynchronous exception.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -23,8 +22,6 @@ import torch
 
 from ckpt_wrap._errors import OffloadError, about
 from ckpt_wrap._torch_compat import counter_owner, version_of
-
-_numbers = itertools.count()
 
 
 @dataclass(slots=True)
@@ -57,28 +54,29 @@ class OffloadStats:
 
 
 class BytesAway:
-    """Bytes of storages that are elsewhere, by number of the storage, and their total."""
+    """Bytes of storages that are elsewhere: those of the `Stored` that exist.
+
+    The callback of a weak reference removes the entry of a `Stored` that was freed. It is no Python
+    function, so no interrupt comes between: the total is right after an interrupt anywhere.
+    """
 
     def __init__(self) -> None:
-        self.total = 0
-        self._bytes: dict[int, int] = {}
+        self._bytes: dict[weakref.ref[Stored], int] = {}
 
-    def add(self, number: int, nbytes: int) -> None:
-        """Add a storage."""
-        self._bytes[number] = nbytes
-        self.total += nbytes
+    @property
+    def total(self) -> int:
+        """Bytes of all storages."""
+        return sum(self._bytes.values())
 
-    def remove(self, number: int) -> None:
-        """Remove the storage with this number, if it was added."""
-        nbytes = self._bytes.pop(number, 0)
-        self.total -= nbytes
+    def add(self, stored: Stored, nbytes: int) -> None:
+        """Add the bytes of one storage."""
+        self._bytes[weakref.ref(stored, self._bytes.pop)] = nbytes
 
 
 class Counters:
     """The counts of one module.
 
-    Other threads and finalizers count too, so no line calls something between reading and writing a
-    count.
+    Other threads count too, so no line calls something between reading and writing a count.
 
     Args:
         away_of_all: those of all storages with the same options.
@@ -89,10 +87,10 @@ class Counters:
         self._away_of_all = away_of_all
         self._away = BytesAway()
 
-    def out(self, number: int, nbytes: int) -> None:
-        """Count a storage that left; `number` identifies it."""
-        self._away.add(number, nbytes)
-        self._away_of_all.add(number, nbytes)
+    def out(self, stored: Stored, nbytes: int) -> None:
+        """Count a storage that left."""
+        self._away.add(stored, nbytes)
+        self._away_of_all.add(stored, nbytes)
         self.counts.copies_out += 1
         self.counts.bytes_out += nbytes
         away = self._away.total
@@ -105,18 +103,13 @@ class Counters:
         self.counts.bytes_in += nbytes
         self.counts.late += late
 
-    def gone(self, number: int) -> None:
-        """Forget the storage with this number, if it left."""
-        self._away_of_all.remove(number)
-        self._away.remove(number)
-
     def snapshot(self) -> OffloadStats:
         """The counts at present."""
         return replace(self.counts, bytes_away=self._away.total)
 
 
 class Stored(ABC):
-    """The bytes of one storage, elsewhere.
+    """The bytes of one storage, elsewhere; freed with this object.
 
     The defaults are those of a place that has all bytes when `take` returns.
     """
@@ -138,10 +131,6 @@ class Stored(ABC):
 
     def wait_fetched(self) -> None:  # noqa: B027  # nothing, by default
         """Make the device's later work wait for the fetched bytes."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Drop the bytes, and the fetched ones if there are any."""
 
 
 class OffloadedStorage:
@@ -171,12 +160,10 @@ class OffloadedStorage:
         with self._lock:
             if self.source is None or self.stored is not None or self._is_changed():
                 return False
-            number = next(_numbers)
             with about(f"a tensor saved by module {self.where}"):
-                weakref.finalize(self, _forget, stored, self.counters, number).atexit = False
                 stored.take(self.source)
+            self.counters.out(stored, self.nbytes)
             self.stored = stored
-            self.counters.out(number, self.nbytes)
             return True
 
     def copied(self) -> bool:
@@ -227,11 +214,6 @@ class OffloadedStorage:
 
     def _is_changed(self) -> bool:
         return version_of(self._guard) != self.version
-
-
-def _forget(stored: Stored, counters: Counters, number: int) -> None:
-    stored.discard()
-    counters.gone(number)
 
 
 def changed_message(where: str) -> str:

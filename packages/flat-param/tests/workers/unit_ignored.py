@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,8 @@ def check_checkpoints_have_them(rank: int, world: int) -> None:
         same_bits(loaded["model"], firsts[0]["model"])
         same_bits(loaded["optim"]["state"], firsts[0]["optim"]["state"])
         assert "own" in loaded["optim"]["state"]
+    if rank == 0:
+        shutil.rmtree(folders[0])
 
 
 def check_clipping_is_the_same_on_all_ranks(rank: int, world: int) -> None:

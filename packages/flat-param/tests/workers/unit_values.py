@@ -85,12 +85,13 @@ def _full(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:
-    paths = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(paths)
-    flat_param.save_sharded(model, paths[0])
-    other = sharded(seed=1)
-    flat_param.load_sharded(other, paths[0])
-    return whole_state(other)
+    with tempfile.TemporaryDirectory() as path:
+        paths = [path]
+        dist.broadcast_object_list(paths)
+        flat_param.save_sharded(model, paths[0])
+        other = sharded(seed=1)
+        flat_param.load_sharded(other, paths[0])
+        return whole_state(other)
 
 
 def _moved(model: nn.Module) -> dict[str, Tensor]:

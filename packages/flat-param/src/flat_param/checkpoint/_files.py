@@ -52,39 +52,12 @@ _BLOCK_BYTES = 1 << 20
 _COLUMNS = 2053
 
 
-class _Entry(io.RawIOBase):
+class _Entry(io.BytesIO):
     """An entry of a checkpoint's file, read at once.
 
-    Args:
-        file: where it is.
-        place: its first byte and its length.
-        before: an entry that is not needed any more, whose memory is used if it is large enough.
+    torch reads it in C++, where an interrupt in a method of Python becomes another error. So it has
+    the methods of `BytesIO`.
     """
-
-    def __init__(self, file: BinaryIO, place: Any, before: _Entry | None = None) -> None:
-        memory = bytearray() if before is None else before.memory
-        self.memory: bytearray = memory if len(memory) >= place.length else bytearray(place.length)
-        self._data = memoryview(self.memory)[: place.length]
-        self._at = 0
-        file.seek(place.offset)
-        if file.readinto(self._data) != place.length:  # type: ignore[attr-defined]  # binary files do
-            raise EOFError(f"the file ends before {place.length} bytes at {place.offset}")
-
-    def readinto(self, memory: Any) -> int:
-        """Copy the next bytes."""
-        found = self._data[self._at : self._at + len(memory)]
-        memory[: len(found)] = found
-        self._at += len(found)
-        return len(found)
-
-    def seekable(self) -> bool:
-        """Always."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a place, relative to the start, this place or the end."""
-        self._at = offset + (0, self._at, len(self._data))[whence]
-        return self._at
 
     def checksum(self) -> int:
         """A checksum that detects damage but not forgery.
@@ -95,9 +68,9 @@ class _Entry(io.RawIOBase):
         """
         sums = bytearray(8 * _COLUMNS)
         out = torch.frombuffer(sums, dtype=torch.int64)
-        found = 0
-        for start in range(0, len(self._data), _BLOCK_BYTES):
-            block = self._data[start : start + _BLOCK_BYTES]
+        found, data = 0, self.getbuffer()
+        for start in range(0, len(data), _BLOCK_BYTES):
+            block = data[start : start + _BLOCK_BYTES]
             rows = len(block) // len(sums)
             if rows:
                 words = torch.frombuffer(block, dtype=torch.int64, count=rows * _COLUMNS)
@@ -105,6 +78,27 @@ class _Entry(io.RawIOBase):
                 found = zlib.crc32(sums, found)
             found = zlib.crc32(block[rows * len(sums) :], found)
         return found
+
+
+def _entry_at(file: BinaryIO, place: Any, large: _Entry) -> _Entry:
+    """Read an entry of a file, a large one into the memory of the previous large one.
+
+    Args:
+        file: where it is.
+        place: its first byte and its length.
+        large: is returned if the entry is large, and otherwise stays as it is.
+    """
+    if file.seek(0, os.SEEK_END) < place.offset + place.length:
+        raise EOFError(f"the file ends before {place.length} bytes at {place.offset}")
+    entry = large if place.length >= _BLOCK_BYTES else _Entry()
+    if len(entry.getbuffer()) < place.length:
+        entry.seek(place.length - 1)
+        entry.write(b"\0")
+    entry.truncate(place.length)
+    entry.seek(0)
+    file.seek(place.offset)
+    file.readinto(entry.getbuffer())  # type: ignore[attr-defined]  # binary files do
+    return entry
 
 
 class CheckedWriter(FileSystemWriter):
@@ -123,11 +117,10 @@ class CheckedWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         """Write this rank's tensors and note their checksums."""
         written = super().write_data(plan, planner)
-        read: _Entry | None = None
+        large = _Entry()
         for entry in (result.storage_data for result in written.wait()):
             with (self._folder / entry.relative_path).open("rb") as file:
-                read = _Entry(file, entry, read)
-            entry.checksum = read.checksum()
+                entry.checksum = _entry_at(file, entry, large).checksum()
             entry.relative_path = f"{self._folder.name}/{entry.relative_path}"
         _sync_folder(self._folder)
         return written
@@ -184,7 +177,7 @@ class CheckedReader(FileSystemReader):
         super().__init__(path)
         self._path = path
         self._checked: set[tuple[str, int]] = set()
-        self._last: _Entry | None = None
+        self._large = _Entry()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata, unpickled with classes of torch's metadata only."""
@@ -226,7 +219,7 @@ class CheckedReader(FileSystemReader):
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         """The bytes of an entry, after its checksum was compared."""
         place = sinfo.relative_path, sinfo.offset
-        entry = self._last = _Entry(file, sinfo, self._last)
+        entry = _entry_at(file, sinfo, self._large)
         if place not in self._checked:
             expected = getattr(sinfo, "checksum", None)  # torch's own writer adds none
             if expected is not None and entry.checksum() != expected:

@@ -64,11 +64,13 @@ def call_replaced(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]
     """Replace what a call of a module runs."""
     place = called_at(module)
     before, was_there = vars(module).get(place), place in vars(module)
-    setattr(module, place, call)
     try:
+        setattr(module, place, call)
         yield
     finally:
-        if was_there:
+        if vars(module).get(place) is not call:  # an interrupt came first
+            pass
+        elif was_there:
             setattr(module, place, before)
         else:
             delattr(module, place)

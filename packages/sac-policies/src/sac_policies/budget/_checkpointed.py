@@ -19,7 +19,7 @@ from torch import nn
 from .._checkpoint import checkpoint
 from .._tensors import tensors_in
 from .._torch_compat import in_func_transform
-from .._torch_compat._module_calls import called_at, original
+from .._torch_compat._module_calls import CALL_PLACES, called_at, original
 from ..eager._moved import leaving
 from ..policies._names import checkpoint_name
 from ..policies._policies import Policy
@@ -70,6 +70,26 @@ class ReplacedForward:
 
     def _replacement(self) -> Callable[..., Any]:
         return self
+
+
+class Forwards:
+    """What calls of a model's modules run at one time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = {
+            module: {place: vars(module)[place] for place in CALL_PLACES & vars(module).keys()}
+            for module in model.modules()
+        }
+
+    def put_back(self) -> None:
+        """Undo all replacements since, also those that an interrupt left half made."""
+        for each in list(_in_use):
+            if each.module in self._held:
+                each.undo()
+        for module, held in self._held.items():
+            for place in CALL_PLACES - held.keys():
+                vars(module).pop(place, None)
+            vars(module).update(held)
 
 
 class Checkpointed(ReplacedForward):

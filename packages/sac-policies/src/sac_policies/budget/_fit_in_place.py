@@ -22,6 +22,7 @@ from .._torch_compat._module_calls import around_calls, graph_breaks, is_compile
 from ._agree import check_equal, from_first_rank, largest
 from ._checkpointed import (
     Checkpointed,
+    Forwards,
     ReplacedForward,
     Tagged,
     is_checkpointed,
@@ -213,9 +214,10 @@ def fit_(
         )
     measured.check_data()
     limit.settle(measured)
-    search = None
+    forwards = None
     try:
         with only_one(model), measured.trials():
+            forwards = Forwards(model)
             measured.settle_buckets()
             tried: list[Infeasible] = []
             check_compiled(model, repeating(model))
@@ -228,8 +230,8 @@ def fit_(
                     return found
                 tried.append(found)
     except BaseException:  # the caller gets no result to undo
-        if search is not None:
-            search.undo()
+        if forwards is not None:
+            forwards.put_back()
         raise
     return min(tried, key=lambda each: each.smallest_bytes)
 

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -104,7 +103,7 @@ def _check_callable(name: str, given: object, does: str) -> None:
         )
 
 
-_being_fitted = WeakSet[nn.Module]()
+_being_fitted: dict[object, set[nn.Module]] = {}
 _lock = threading.Lock()
 
 
@@ -115,19 +114,19 @@ def only_one(model: nn.Module) -> Iterator[None]:
     Raises:
         BudgetError: one of its modules is being fitted, by another thread or around this call.
     """
-    modules = set(model.modules())
-    with _lock:
-        if not modules.isdisjoint(_being_fitted):
-            raise BudgetError(
-                "sac_policies.fit_: the model is being fitted, by another thread or by a call that "
-                "has not returned, but its steps are measured one after another. Wait for it."
-            )
-        _being_fitted.update(modules)
+    call, modules = object(), set(model.modules())
     try:
+        with _lock:
+            if not all(map(modules.isdisjoint, list(_being_fitted.values()))):
+                raise BudgetError(
+                    "sac_policies.fit_: the model is being fitted, by another thread or by a call "
+                    "that has not returned, but its steps are measured one after another. Wait for "
+                    "it."
+                )
+            _being_fitted[call] = modules
         yield
     finally:
-        with _lock:
-            _being_fitted.difference_update(modules)
+        _being_fitted.pop(call, None)  # the first call here, so no interrupt comes before it
 
 
 class Step:

@@ -126,9 +126,11 @@ class Tape(TapeValues, TorchDispatchMode):
     # Running a region
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        has_hooks = False
         before, _current.tape = getattr(_current, "tape", None), self
         try:
             push_hooks(self._pack, self._unpack)
+            has_hooks = True
             with self, ExitStack() as until:
                 self._follow(until)
                 try:
@@ -140,10 +142,11 @@ class Tape(TapeValues, TorchDispatchMode):
             end_if_left(self, error)
             raise
         finally:
-            hooks = saved_tensor_hooks()
-            if hooks is not None and hooks[0] == self._pack:  # no interrupt came before the push
-                pop_hooks()
             _current.tape = before
+            # Unless an interrupt came around the push, no call comes before the pop.
+            hooks = None if has_hooks else saved_tensor_hooks()
+            if has_hooks or (hooks is not None and hooks[0] == self._pack):
+                pop_hooks()
             self.end()
 
     def run_inside(

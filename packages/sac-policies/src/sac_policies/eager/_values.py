@@ -866,7 +866,10 @@ class TapeValues:
         elif tensor.requires_grad:
             value = self.hold(tensor)
         else:
-            value = self.held(tensor, tensor._version)
+            # An alias as in `hold`, so that all readers agree if its `.data` is replaced.
+            is_constant = type(tensor) is torch.Tensor and tensor.is_floating_point()
+            held = unseen_alias(tensor) if is_constant and self._outer is None else tensor
+            value = self.held(held, tensor._version)
             value.is_alone = True
         value.is_saved = True
         want(value)

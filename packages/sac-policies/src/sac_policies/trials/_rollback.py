@@ -56,10 +56,14 @@ class Rollback(AbstractContextManager["Rollback"]):
                 self._writes.copy(_of(module))
         self._generators, self._objects = Generators(), Objects(self._roots)
         self._until = ExitStack()
-        self._until.callback(self._put_back_twice)
-        self._until.enter_context(no_optimizer_steps(self.optimizers))
-        self._until.enter_context(torch.enable_grad())
-        self._hold(self._parameters)
+        try:
+            self._until.callback(self._put_back_twice)
+            self._until.enter_context(no_optimizer_steps(self.optimizers))
+            self._until.enter_context(torch.enable_grad())
+            self._hold(self._parameters)
+        except BaseException:  # Python does not call __exit__ then
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from importlib import import_module
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -48,14 +48,16 @@ from ._callers import FILES
 from ._extent import Extent, rebuild_shard
 from ._piece_functions import QUESTIONS
 
-_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+_meshes: WeakKeyDictionary[dist.ProcessGroup, ref[DeviceMesh]] = WeakKeyDictionary()
+"""Meshes that pieces hold. A mesh holds its group, so a mesh held here would keep both alive."""
 
 
 def _mesh_of(group: dist.ProcessGroup | None, device_type: str) -> DeviceMesh:
     assert group is not None, "one rank alone has no shards"
-    mesh = _meshes.get(group)
+    mesh = _meshes[group]() if group in _meshes else None
     if mesh is None or mesh.device_type != device_type:
-        mesh = _meshes[group] = DeviceMesh.from_group(group, device_type)
+        mesh = DeviceMesh.from_group(group, device_type)
+        _meshes[group] = ref(mesh)
     return mesh
 
 
