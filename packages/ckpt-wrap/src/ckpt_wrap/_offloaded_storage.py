@@ -57,20 +57,29 @@ class BytesAway:
     """Bytes of storages that are elsewhere: those of the `Stored` that exist.
 
     The callback of a weak reference removes the entry of a `Stored` that was freed. It is no Python
-    function, so no interrupt comes between: the total is right after an interrupt anywhere.
+    function, so no interrupt comes between: the total is right after an interrupt anywhere. They
+    are added up again only if some were removed, since each copy reads the total.
     """
 
     def __init__(self) -> None:
         self._bytes: dict[weakref.ref[Stored], int] = {}
+        self._sum = self._count = 0  # of the first `_count` entries
 
     @property
     def total(self) -> int:
         """Bytes of all storages."""
-        return sum(self._bytes.values())
+        if len(self._bytes) != self._count:
+            count = len(self._bytes)
+            self._sum = sum(self._bytes.values())
+            self._count = count
+        return self._sum
 
     def add(self, stored: Stored, nbytes: int) -> None:
         """Add the bytes of one storage."""
+        total, count = self.total, self._count
+        self._count = -1  # until the sum is right again
         self._bytes[weakref.ref(stored, self._bytes.pop)] = nbytes
+        self._sum, self._count = total + nbytes, count + 1
 
 
 class Counters:
