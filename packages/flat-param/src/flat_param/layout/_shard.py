@@ -13,6 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 
 from .._errors import LayoutError
 from ._boundary import Boundary, Cut, check_boundary, cut_of
@@ -74,8 +75,8 @@ class ShardPlan:
 def plan_shard(layout: FlatLayout, *, world_size: int, boundary: Boundary = "element") -> ShardPlan:
     """Cut a flat buffer into one contiguous range per rank.
 
-    Pure: every rank computes the same plan. O(W), and O(n log n log numel) for other
-    boundaries than "element".
+    Pure: every rank computes the same plan. O(W), and O(W log n log numel) for other boundaries
+    than "element".
 
     Args:
         layout: the buffer.
@@ -119,8 +120,7 @@ class _CutPlaces:
     """Positions where ranges of a buffer may begin: at atoms of parameters, and at their ends.
 
     For a given limit, a greedy pass needs the fewest ranges, so a binary search finds the smallest
-    limit. Ranges inside one parameter have one length, and are counted instead of walked: the cost
-    depends on parameters, not on ranks.
+    limit.
 
     Args:
         layout: the buffer.
@@ -140,42 +140,23 @@ class _CutPlaces:
         within = position - offset
         return offset + (numel if within >= numel else within - within % self.atoms[index])
 
-    def runs(self, limit: int) -> Iterator[tuple[int, int, int]]:
-        """`(start, length, count)` of consecutive ranges of at most `limit` elements.
+    def starts(self, limit: int, world_size: int) -> list[int]:
+        """Where each rank's range begins, if none has more than `limit` elements, and the end.
 
-        They end before the buffer does if an atom is longer than the limit.
+        The end is before that of the buffer if ranks or atoms are too large for the limit.
         """
-        start, total = 0, self.layout.numel
-        while start < total:
-            length = self.last_before(start + limit) - start
-            if length <= 0:
-                return
-            count = 1 + self._alike(start, length, limit)
-            yield start, length, count
-            start += length * count
-
-    def _alike(self, start: int, length: int, limit: int) -> int:
-        """How many following ranges in the same parameter have the same length."""
-        index = bisect_right(self.layout.offsets, start) - 1
-        stop = start + length
-        end = self.layout.offsets[index] + self.layout.specs[index].numel
-        room = end - limit - stop
-        return 0 if room <= 0 else (room - 1) // length + 1
+        starts = [0]
+        for _ in range(world_size):
+            starts.append(self.last_before(starts[-1] + limit))
+        return starts
 
     def _fits(self, limit: int, world_size: int) -> bool:
         """Whether so many ranges of at most `limit` elements cover the buffer."""
-        ranges, end = 0, 0
-        for start, length, count in self.runs(limit):
-            ranges, end = ranges + count, start + length * count
-        return end >= self.layout.numel and ranges <= world_size
+        return self.starts(limit, world_size)[-1] == self.layout.numel
 
     def ranges(self, world_size: int) -> Iterator[tuple[int, int]]:
         """Return `(start, stop)` per rank; ranks beyond the data have empty ranges at the end."""
-        mean, made = -(-self.layout.numel // world_size), 0
+        mean = -(-self.layout.numel // world_size)
         limits = range(mean, self.layout.numel)
         limit = mean + bisect_left(limits, True, key=partial(self._fits, world_size=world_size))
-        for start, length, count in self.runs(limit):
-            yield from ((start + length * i, start + length * (i + 1)) for i in range(count))
-            made += count
-        end = self.layout.numel
-        yield from ((end, end) for _ in range(world_size - made))
+        return pairwise(self.starts(limit, world_size))
