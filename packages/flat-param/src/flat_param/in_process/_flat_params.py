@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._errors import StateError, VectorError
+from .._torch_compat import norms_of
 from ..buffers._views import unflatten, zero_gaps_
 from ..layout._arguments import check_is_optimizer
 from ..layout._layout import FlatLayout
@@ -324,29 +325,9 @@ def _check_vector(function: str, vector: Any, segment: FlatSegment) -> None:
 
 def _joint_norm(vectors: Sequence[Tensor], ord: float) -> Tensor:
     """Return the norm of several vectors as one; a 0-dim tensor; zero for no vectors."""
-    held = [vector for vector in vectors if vector.numel()]  # some orders raise for empty vectors
-    if not held:
+    blocks = [block for vector in vectors for block in vector.split(_BLOCK) if block.numel()]
+    if not blocks:  # some orders raise for empty vectors
         return torch.linalg.vector_norm(vectors[0]) if vectors else torch.tensor(0.0)
-    norms = [_norm(vector, ord) for vector in held]
-    if len(norms) == 1:
-        return norms[0]
-    wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
-    return _norm_of_norms(torch.stack([norm.to(wide) for norm in norms]), ord)
-
-
-def _norm(vector: Tensor, ord: float) -> Tensor:
-    """Return the norm of block norms."""
-    blocks = vector.numel() // _BLOCK
-    if blocks < 4:
-        return torch.linalg.vector_norm(vector, ord)
-    whole = blocks * _BLOCK
-    norms = torch.linalg.vector_norm(vector[:whole].view(blocks, -1), ord, dim=1)
-    if whole < vector.numel():
-        rest = torch.linalg.vector_norm(vector[whole:], ord)
-        norms = torch.cat([norms, rest.view(1)])
-    return _norm_of_norms(norms, ord)
-
-
-def _norm_of_norms(norms: Tensor, ord: float) -> Tensor:
-    """Combine the norms of disjoint parts. Order 0 counts nonzero elements, so these add up."""
+    norms = torch.stack(list(norms_of(blocks, ord)))
+    # Order 0 counts nonzero elements, so these add up.
     return norms.sum() if ord == 0 else torch.linalg.vector_norm(norms, ord)
