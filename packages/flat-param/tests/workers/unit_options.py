@@ -65,8 +65,8 @@ def check_bad_calls_are_refused_before_anything_changes(rank: int, world: int) -
     """Bad calls are refused before anything changes."""
     model = sharded()
     raises(flat_param.StateError, "sharded already", lambda: fully_shard(model))
-    raises(flat_param.StateError, "cannot be copied", lambda: copy.deepcopy(model))
-    raises(flat_param.StateError, "cannot be pickled", lambda: pickle.dumps(model))
+    for copies in (copy.deepcopy, copy.copy, pickle.dumps):
+        raises(flat_param.StateError, "cannot be copied or pickled", lambda c=copies: c(model))
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 1, world))
     raises(flat_param.StateError, "mesh has 3 axes", lambda: sharded(mesh=mesh))
 

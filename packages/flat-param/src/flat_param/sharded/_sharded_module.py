@@ -422,16 +422,10 @@ class ShardedModule(nn.Module):
             unit.rebind()
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
-        raise StateError(
-            f"flat_param.fully_shard: {type(self).__name__} cannot be copied, but a sharded module "
-            "holds process groups. Copy the plain module before sharding, or load its state_dict()."
-        )
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
-            f"flat_param.fully_shard: {type(self).__name__} cannot be pickled, but a sharded "
-            "module holds process groups. Save its state_dict(), or use save_sharded."
+            f"flat_param.fully_shard: {type(self).__name__} cannot be copied or pickled, since it "
+            "holds process groups. Copy the plain module before sharding, or use its state_dict()."
         )
 
 

@@ -44,17 +44,8 @@ ELEMENTWISE_FUNCTIONS = frozenset({*NAMES, *(f"{name}_" for name in NAMES), *_OP
 QUESTIONS = frozenset(
     {
         *("__delete__", "__dir__", "__hash__", "__len__", "__set__", "as_subclass", "backward"),
-        *(
-            "can_cast",
-            "data_ptr",
-            "dense_dim",
-            "detach_",
-            "dim",
-            "element_size",
-            "get_device",
-            "has_names",
-        ),
-        *("is_coalesced", "is_complex", "is_conj", "is_contiguous", "is_distributed"),
+        *("can_cast", "data_ptr", "dense_dim", "detach_", "dim", "element_size", "get_device"),
+        *("has_names", "is_coalesced", "is_complex", "is_conj", "is_contiguous", "is_distributed"),
         *("is_floating_point", "is_inference", "is_neg", "is_nonzero_storage", "is_pinned"),
         *("is_same_size", "is_set_to", "is_shared", "is_signed", "is_tensor", "module_load"),
         *("ndimension", "nelement", "numel", "promote_types", "record_stream"),

@@ -194,10 +194,9 @@ def _explain(name: str, args: Any, kwargs: Any, error: Exception) -> None:
     for _, piece in _pieces_in((*args[writes:], *kwargs.values())):
         if isinstance(piece, ParamPiece):
             raise piece.outside_unit(f"{name} computes with it") from error
-    for _, piece in _pieces_in(args[:writes]):
-        shape = piece.shape if isinstance(piece, ParamPiece) else None
-        if any(isinstance(each, Tensor) and each.shape == shape for each in args[1:]):
-            raise _refused(f"{name} with a whole tensor", args, kwargs) from error
+    others = [each for each in args[writes:] if isinstance(each, Tensor) and each.dim()]
+    if any(_pieces_in(args[:writes])) and any(each.shape != args[0].shape for each in others):
+        raise _refused(f"{name} with a tensor of another shape", args, kwargs) from error
 
 
 def _marked(found: Any, *args: Any, name: str = "") -> Any:
@@ -315,7 +314,7 @@ def _other(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if module.startswith("torch.distributed"):
         raise _refused(name, args, kwargs)
     if module == "torch.autograd":
-        raise _grad_refused(pieces[0][1])
+        raise _not_in_graphs("autograd.grad", pieces[0][1])
     if name in ALONG_ROWS and all(
         isinstance(piece, ParamPiece) and _keeps_rows(name, tensor, piece, args, kwargs)
         for tensor, piece in pieces
@@ -329,6 +328,10 @@ def _other(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return _elementwise(name, func, args, kwargs)  # a table, with an index for each element
     if name == "__getitem__" and _takes_all(args[1]):
         return _marked(_local(name, func, args, kwargs), args[0])
+    if name == "__setitem__" and _takes_all(args[1]):
+        if isinstance(args[2], Tensor):
+            return _elementwise("copy_", Tensor.copy_, (args[0], args[2]), kwargs)
+        return _local("fill_", Tensor.fill_, (args[0], args[2]), kwargs)
     if name in _IN_BLOCKS and all(
         isinstance(piece, ParamPiece) and piece.has_whole_blocks for _, piece in pieces
     ):
@@ -585,9 +588,9 @@ def _not_in_graphs(name: str, piece: Any) -> StateError:
     So do zero-bubble pipelines, and optimizers that step in backward.
     """
     return StateError(
-        f"flat_param.fully_shard: {name} was called with parameter {piece.label} and itself, as "
-        "code does that looks for its node in the graph, but only unsharded parameters are in "
-        "graphs. Use register_post_accumulate_grad_hook, and of torch's pipelines GPipe, 1F1B or "
+        f"flat_param.fully_shard: {name} looks for parameter {piece.label} in the graph, but only "
+        "unsharded parameters are in graphs. Call backward() and read .grad, or use "
+        "register_post_accumulate_grad_hook. Of torch's pipelines use GPipe, 1F1B or "
         "Interleaved1F1B."
     )
 
@@ -597,13 +600,6 @@ def _hook_refused(param: Tensor) -> ParameterError:
         f"flat_param.fully_shard: parameter {getattr(param, PIECE).label} has a hook of "
         "register_hook, but autograd only sees unsharded parameters, so it would never be called. "
         "Use register_post_accumulate_grad_hook, which gets this rank's piece."
-    )
-
-
-def _grad_refused(piece: Any) -> ParameterError:
-    return ParameterError(
-        f"flat_param.fully_shard: autograd.grad was called for parameter {piece.label}, but only "
-        "unsharded parameters are in graphs. Call backward(), and read this rank's piece in .grad."
     )
 
 
