@@ -17,8 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import flat_param
-from flat_param import fully_shard
+from flat_param import ParameterError, fully_shard
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -115,6 +114,34 @@ def check_training_is_that_of_one_process(rank: int, world: int) -> None:
         assert distance(whole(whole_state(model)), whole_state(reference)) < 1e-6, options
 
 
+def check_pieces_answer_for_both_axes(rank: int, world: int) -> None:
+    """Reductions and swapped values; optimizers of whole tensors are refused on every rank."""
+    mesh = mesh_of(world)
+    for options in OPTIONS:
+        reference, model = plain(), sharded(mesh, **options)
+        reduces = options.get("replicated", "boundary" not in options)
+        for known, param in zip(reference.parameters(), model.parameters(), strict=True):
+            if reduces:
+                assert torch.allclose(param.detach().sum(), known.sum()), options
+                assert torch.equal(param, known) and param.amax() == known.amax()
+        down: Any = model.blocks[0].down.weight
+        raises(ParameterError, "sum was called with parameter", lambda p=down: p.detach().sum(1))
+        old = [param.data for param in model.parameters()]
+        for param in model.parameters():
+            param.data = param.data * 0.5
+        with torch.no_grad():
+            for param in reference.parameters():
+                param.mul_(0.5)
+            assert torch.allclose(model(batch(0)), reference(batch(0)), atol=1e-6)
+        for param, values in zip(model.parameters(), old, strict=True):
+            param.data = values
+        assert distance(whole_state(model), whole_state(plain())) == 0
+        model(batch(0)).sum().backward()
+        matrices = [param for param in model.parameters() if param.ndim == 2]
+        raises(ParameterError, "was called with parameter", torch.optim.Muon(matrices).step)
+        assert distance(whole_state(model), whole_state(plain())) == 0
+
+
 def check_states_are_the_parallel_modules(rank: int, world: int) -> None:
     """Names, kinds, places and values; a plain state and one of DTensors are loaded."""
     mesh = mesh_of(world)
@@ -167,7 +194,7 @@ def check_optimizers_of_replaced_parameters_are_refused(rank: int, world: int) -
     assert model.blocks[0].up.weight.tag == "mine"
     assert model.head.weight is head
     raises(
-        flat_param.ParameterError,
+        ParameterError,
         "parameter 'blocks.0.norm.weight' was a DTensor or on meta, and the optimizer still",
         optimizer.step,
     )
@@ -178,5 +205,5 @@ def check_what_cannot_be_cut_twice_is_refused(rank: int, world: int) -> None:
     mesh = mesh_of(world)
     model = parallel(mesh["tp"])
     text = "is a DTensor over ranks that would shard it, too"
-    raises(flat_param.ParameterError, text, lambda: fully_shard(model.blocks[0]))
-    raises(flat_param.ParameterError, text, lambda: fully_shard(model.blocks[0], mesh=mesh["tp"]))
+    raises(ParameterError, text, lambda: fully_shard(model.blocks[0]))
+    raises(ParameterError, text, lambda: fully_shard(model.blocks[0], mesh=mesh["tp"]))

@@ -137,11 +137,11 @@ def _try_step(optimizer: Optimizer) -> None:
 
 
 def _emptied(params: Iterable[Any]) -> list[Tensor]:
-    """An empty piece of each parameter that is cut."""
+    """An empty piece of each parameter that no rank has all of."""
     made: list[Tensor] = []
     for param in params:
         piece = piece_of(param)
-        if param.requires_grad and piece is not None and piece.is_cut and not piece.stays_whole:
+        if param.requires_grad and piece is not None and not piece.stays_whole:
             values = plain(param)
             empty = nn.Parameter(values.new_empty((0, *values.shape[1:])))
             with without_torch_function():

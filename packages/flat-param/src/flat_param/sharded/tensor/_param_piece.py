@@ -98,8 +98,10 @@ class ParamPiece:
         piece_shape: shape in the optimizer.
         piece_stride: stride in the shard.
         is_cut: whether ranks have different elements of it.
-        stays_whole: whether one rank has all of it.
+        stays_whole: whether one rank has all of it, also before tensor parallelism.
         is_whole: whether this is that rank.
+        holds_all: whether no other rank has elements of it, after tensor parallelism.
+        is_parallel: whether tensor parallelism cuts it.
         leaves_ranks_out: whether the optimizer steps it only on ranks that have elements: those
             that need full tensors would divide by zero elements elsewhere.
         skips: whether the optimizer skips this rank.
@@ -127,8 +129,11 @@ class ParamPiece:
         self.offset = first - plan.ranges[self.comm.rank][0] if self.numel else 0
         self.piece_shape, self.piece_stride = _shape_of(spec, self.numel, plan, plan.cuts[index])
         self.is_cut = plan.world_size > 1 and spec.numel > 0
-        self.stays_whole = plan.world_size == 1 or plan.cuts[index].whole
-        self.is_whole = self.stays_whole and self.numel == spec.numel
+        alone = plan.world_size == 1 or plan.cuts[index].whole
+        self.is_parallel = any(comm.world_size > 1 for comm in spread[1:])
+        self.stays_whole = alone and not self.is_parallel
+        self.holds_all = alone and self.numel == spec.numel
+        self.is_whole = self.stays_whole and self.holds_all
         self.leaves_ranks_out = self.is_cut and plan.keeps_rows
         self.skips = self.leaves_ranks_out and not self.numel
         self.is_stepped = False
@@ -216,7 +221,7 @@ class ParamPiece:
     @property
     def has_whole_blocks(self) -> bool:
         """Whether it is cut between rows or blocks, in which optimizers may compute."""
-        return self._block > 1 or self.plan.keeps_rows
+        return (self._block > 1 or self.plan.keeps_rows) and not self.is_parallel
 
     @property
     def blocks(self) -> int:
@@ -298,7 +303,7 @@ class JoinedPieces:
     spread: Spread
     device: torch.device
     label = "tensors that are joined"
-    is_whole = may_miss_ranks = False
+    holds_all = is_whole = may_miss_ranks = False
 
     @property
     def all_comms(self) -> Spread:

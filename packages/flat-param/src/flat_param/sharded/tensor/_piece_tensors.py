@@ -571,7 +571,7 @@ def _keeps_rows(
     with without_torch_function():
         shape = tuple(tensor.shape)
     cut = piece.plan.cuts[piece.index]
-    if dims is None or len(shape) < 2 or cut.inner is None:
+    if dims is None or len(shape) < 2 or cut.inner is None or piece.is_parallel:
         return False
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     first = min((dim % len(shape) for dim in dims), default=0)
@@ -609,7 +609,7 @@ def _refused(name: str, args: Any, kwargs: Any) -> ParameterError:
         label, has = piece.label, "some elements of each"
     else:
         label = f"parameter {piece.label} or its gradient"
-        has = f"{piece.numel} of {piece.spec.numel} elements"
+        has = f"{piece.numel} of {prod(piece.shape)} elements"
     stepped = "In a step, parameters before this one may have been stepped: load a checkpoint."
     return ParameterError(
         f"flat_param.fully_shard: {name} was called with {label}, which is divided over ranks: "

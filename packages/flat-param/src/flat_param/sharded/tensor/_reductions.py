@@ -92,14 +92,14 @@ def _named(name: str, piece: Part) -> Iterator[None]:
 
 def comms_of(name: str, piece: Part) -> list[Communicator]:
     """The communicators of a reduction; raises if a rank may not take part."""
-    if piece.may_miss_ranks and not piece.is_whole:
+    if piece.may_miss_ranks and not piece.holds_all:
         raise ParameterError(
             f"flat_param.fully_shard: {name} was called with parameter {piece.label} or its "
             "gradient, but optimizers skip it on ranks without elements, so not every rank takes "
             "part. Use the module's clip_grad_norm_ for norms, or call full_tensor() of the "
             "parameter on every rank."
         )
-    spread = piece.spread[1:] if piece.is_whole else piece.spread
+    spread = piece.spread[1:] if piece.holds_all else piece.spread
     return [comm for comm in spread if comm.world_size > 1]
 
 

@@ -322,8 +322,9 @@ class ShardedSegment:
             param.data = view
         if self.aliased:
             self.full = self.shard
-            for index, view in enumerate(param_views(self.full, self.segment.layout)):
-                self.leaves[index].data = self.placed(index, view)
+            views = param_views(self.full, self.segment.layout)
+            for leaf, view in zip(self.leaves, views, strict=True):
+                getattr(leaf, "_local_tensor", leaf).data = view
 
     @torch.no_grad()
     def rebind(self, tensors: Sequence[Tensor]) -> None:
