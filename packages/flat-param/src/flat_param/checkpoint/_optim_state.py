@@ -109,7 +109,7 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
             f"flat_param.load_state_dict: the optimizer state has '{name}', but the optimizer "
             "trains no parameter of that name. Load the state of the same model."
         )
-    now = state_of(optimizer)
+    now = optimizer.state
     new, codes = {}, []
     for position, named in enumerate(flat):
         own = values.get(named.name)
@@ -175,13 +175,3 @@ def _options_of(
                 )
         found.append(options)
     return found
-
-
-def state_of(optimizer: Optimizer) -> Any:
-    """Return an optimizer's state, without the check of offloaded optimizers for interrupted steps.
-
-    Wrapped optimizers, such as accelerate's, keep the state in another object.
-    """
-    if "state" in vars(optimizer):
-        return vars(optimizer)["state"]
-    return optimizer.state

@@ -23,7 +23,6 @@ from ._optim_state import (
     load_optimizer_state,
     named_optimizer_state,
     optimizer_params,
-    state_of,
 )
 from ._world import World
 
@@ -212,7 +211,7 @@ def restored_on_error(module: nn.Module, optimizer: Optimizer | None) -> Iterato
     beside = {name: value for name, value in own.items() if in_units.get(name) is None}
     before = map_tensors(beside, partial(copied, device="cpu"))
     has_groups = hasattr(optimizer, "param_groups")  # otherwise the block raises
-    kept = (state_of(optimizer), optimizer.param_groups) if optimizer and has_groups else None
+    kept = (optimizer.state, optimizer.param_groups) if optimizer and has_groups else None
     try:
         yield own
     except BaseException:
