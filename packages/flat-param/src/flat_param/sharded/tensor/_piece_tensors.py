@@ -113,8 +113,8 @@ def _question(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         raise _hook_refused(args[0])
     if name in ("__repr__", "__format__") and not torch.compiler.is_compiling():
         return _text(args[0])
-    if func == _SET_GRAD and isinstance(args[1], Tensor) and args[1].shape != args[0].shape:
-        raise _refused("__set__ of .grad with another shape", args, kwargs)
+    if func == _SET_GRAD and _fits_whole(args[1], args[0]):
+        raise _refused("__set__ of .grad with a whole tensor", args, kwargs)
     with without_torch_function():
         found = func(*args, **kwargs)
     if name == "size":
@@ -199,9 +199,21 @@ def _explain(name: str, args: Any, kwargs: Any, error: Exception) -> None:
     for _, piece in _pieces_in((*args[writes:], *kwargs.values())):
         if isinstance(piece, ParamPiece):
             raise piece.outside_unit(f"{name} computes with it") from error
-    others = [each for each in args[writes:] if isinstance(each, Tensor) and each.dim()]
-    if any(_pieces_in(args[:writes])) and any(each.shape != args[0].shape for each in others):
-        raise _refused(f"{name} with a tensor of another shape", args, kwargs) from error
+    if writes and any(_fits_whole(each, args[0]) for each in args[1:]):
+        raise _refused(f"{name} with a whole tensor", args, kwargs) from error
+
+
+def _fits_whole(value: Any, tensor: Tensor) -> bool:
+    """Whether a value has the shape of the whole tensor, or of rows or columns of it."""
+    shape = getattr(piece_of(tensor), "shape", None)
+    if shape is None or not isinstance(value, Tensor):
+        return False
+    if value.numel() == 1 or value.shape == tensor.shape:
+        return False
+    try:
+        return torch.broadcast_shapes(value.shape, shape) == shape
+    except RuntimeError:
+        return False
 
 
 def _marked(found: Any, *args: Any, name: str = "") -> Any:
