@@ -342,11 +342,12 @@ def _other(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return _reduce(name, pieces, args, kwargs)
     if name in ("__getitem__", "narrow") and isinstance(pieces[0][1], JoinedPieces):
         return _local(name, func, args, kwargs)
-    if name == "__getitem__" and not isinstance(args[0], (Piece, PieceParameter)):
+    is_piece = bool(args) and isinstance(args[0], (Piece, PieceParameter))
+    if name == "__getitem__" and not is_piece:
         return _elementwise(name, func, args, kwargs)  # a table, with an index for each element
-    if name == "__getitem__" and _takes_all(args[1]):
+    if name == "__getitem__" and _takes_all(args[1], args[0]):
         return _marked(_local(name, func, args, kwargs), args[0])
-    if name == "__setitem__" and _takes_all(args[1]):
+    if name == "__setitem__" and is_piece and _takes_all(args[1], args[0]):
         if isinstance(args[2], Tensor):
             return _elementwise("copy_", Tensor.copy_, (args[0], args[2]), kwargs)
         return _local("fill_", Tensor.fill_, (args[0], args[2]), kwargs)
@@ -366,10 +367,16 @@ _OF_TWO = {"max", "min", "dot", "vdot", "equal", "allclose", "histc"}
 """Reductions with an argument where others have the dimensions."""
 
 
-def _takes_all(index: Any) -> bool:
-    """Whether an index takes all elements of any tensor, such as `x[None]` and `x[:]`."""
+def _takes_all(index: Any, tensor: Tensor) -> bool:
+    """Whether an index takes all elements of any tensor, such as `x[None]` and `x[:]`.
+
+    8-bit optimizers drop the padding of the last block by `x[: x.numel()]`.
+    """
     each = index if isinstance(index, tuple) else (index,)
-    return all(one is None or one is Ellipsis or one == slice(None) for one in each)
+    if all(one is None or one is Ellipsis or one == slice(None) for one in each):
+        return True
+    has_blocks = getattr(piece_of(tensor), "has_whole_blocks", False)
+    return has_blocks and bool(index == slice(None, tensor.numel()))
 
 
 def _is_mask(tensor: Tensor, index: Any) -> bool:
