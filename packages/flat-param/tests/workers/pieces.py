@@ -254,7 +254,7 @@ def check_what_needs_the_whole_is_refused(rank: int, world: int) -> None:
         for call in calls.values():
             text = "Call full_tensor() on every rank"
             raises(flat_param.FlatParamError, text, lambda c=call, t=tensor: c(t))
-    text = "__set__ of .grad with another shape was called with parameter 'weight' of unit '0'"
+    text = "__set__ of .grad with a whole tensor was called with parameter 'weight' of unit '0'"
     raises(flat_param.ParameterError, text, lambda: setattr(param, "grad", param.full_tensor()))
     assert f"{param}" in repr(param) and f"{shard}" and f"{param.detach().norm():.4f}"
     assert "elements 0 to" in repr(param) or "no element" in repr(param) or rank
@@ -272,7 +272,7 @@ def check_whole_tensors_beside_pieces(rank: int, world: int) -> None:
         assert torch.equal(piece, whole) and torch.equal(whole, piece)
     grad: Any = model[0].weight.grad
     mask = reference[0].weight.detach() > 0
-    text = "mul_ with a tensor of another shape was called with parameter 'weight' of unit '0'"
+    text = "mul_ with a whole tensor was called with parameter 'weight' of unit '0'"
     for other in (mask, mask[0], mask[:, :1]):
         raises(flat_param.ParameterError, text, lambda other=other: grad.mul_(other))
     grad[:] = grad.full_tensor() * mask

@@ -108,8 +108,8 @@ def _question(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         raise _hook_refused(args[0])
     if name in ("__repr__", "__format__") and not torch.compiler.is_compiling():
         return _text(args[0])
-    if func == _SET_GRAD and isinstance(args[1], Tensor) and args[1].shape != args[0].shape:
-        raise _refused("__set__ of .grad with another shape", args, kwargs)
+    if func == _SET_GRAD and _fits_whole(args[1], args[0]):
+        raise _refused("__set__ of .grad with a whole tensor", args, kwargs)
     with without_torch_function():
         found = func(*args, **kwargs)
     if name == "size":
@@ -194,9 +194,21 @@ def _explain(name: str, args: Any, kwargs: Any, error: Exception) -> None:
     for _, piece in _pieces_in((*args[writes:], *kwargs.values())):
         if isinstance(piece, ParamPiece):
             raise piece.outside_unit(f"{name} computes with it") from error
-    others = [each for each in args[writes:] if isinstance(each, Tensor) and each.dim()]
-    if any(_pieces_in(args[:writes])) and any(each.shape != args[0].shape for each in others):
-        raise _refused(f"{name} with a tensor of another shape", args, kwargs) from error
+    if writes and any(_fits_whole(each, args[0]) for each in args[1:]):
+        raise _refused(f"{name} with a whole tensor", args, kwargs) from error
+
+
+def _fits_whole(value: Any, tensor: Tensor) -> bool:
+    """Whether a value has the shape of the whole tensor, or of rows or columns of it."""
+    shape = getattr(piece_of(tensor), "shape", None)
+    if shape is None or not isinstance(value, Tensor):
+        return False
+    if value.numel() == 1 or value.shape == tensor.shape:
+        return False
+    try:
+        return torch.broadcast_shapes(value.shape, shape) == shape
+    except RuntimeError:
+        return False
 
 
 def _marked(found: Any, *args: Any, name: str = "") -> Any:
@@ -324,11 +336,12 @@ def _other(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return _reduce(name, pieces, args, kwargs)
     if name in ("__getitem__", "narrow") and isinstance(pieces[0][1], JoinedPieces):
         return _local(name, func, args, kwargs)
-    if name == "__getitem__" and not isinstance(args[0], (Piece, PieceParameter)):
+    is_piece = bool(args) and isinstance(args[0], (Piece, PieceParameter))
+    if name == "__getitem__" and not is_piece:
         return _elementwise(name, func, args, kwargs)  # a table, with an index for each element
-    if name == "__getitem__" and _takes_all(args[1]):
+    if name == "__getitem__" and _takes_all(args[1], args[0]):
         return _marked(_local(name, func, args, kwargs), args[0])
-    if name == "__setitem__" and _takes_all(args[1]):
+    if name == "__setitem__" and is_piece and _takes_all(args[1], args[0]):
         if isinstance(args[2], Tensor):
             return _elementwise("copy_", Tensor.copy_, (args[0], args[2]), kwargs)
         return _local("fill_", Tensor.fill_, (args[0], args[2]), kwargs)
@@ -348,10 +361,16 @@ _OF_TWO = {"max", "min", "dot", "vdot", "equal", "allclose", "histc"}
 """Reductions with an argument where others have the dimensions."""
 
 
-def _takes_all(index: Any) -> bool:
-    """Whether an index takes all elements of any tensor, such as `x[None]` and `x[:]`."""
+def _takes_all(index: Any, tensor: Tensor) -> bool:
+    """Whether an index takes all elements of any tensor, such as `x[None]` and `x[:]`.
+
+    8-bit optimizers drop the padding of the last block by `x[: x.numel()]`.
+    """
     each = index if isinstance(index, tuple) else (index,)
-    return all(one is None or one is Ellipsis or one == slice(None) for one in each)
+    if all(one is None or one is Ellipsis or one == slice(None) for one in each):
+        return True
+    has_blocks = getattr(piece_of(tensor), "has_whole_blocks", False)
+    return has_blocks and bool(index == slice(None, tensor.numel()))
 
 
 def _is_mask(tensor: Tensor, index: Any) -> bool:
