@@ -65,9 +65,7 @@ class Momentum8bit(torch.optim.Optimizer):
         if state:
             assert not state["codes"].is_floating_point()
             moment = moment + 0.9 * state["codes"] * state["scales"][:, None]
-        update = moment.flatten()
-        update = update if update.numel() == numel else update[:numel]  # it was padded
-        param.sub_(0.01 * update.view_as(param))
+        param.sub_(0.01 * moment.flatten()[:numel].view_as(param))
         state["step"] = state.get("step", torch.tensor(0.0)) + 1
         state["scales"] = moment.abs().amax(1).clamp(min=1e-12) / 127
         state["codes"] = (moment / state["scales"][:, None]).round().to(torch.int8)
