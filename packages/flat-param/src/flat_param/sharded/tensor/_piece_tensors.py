@@ -200,10 +200,10 @@ def _explain(name: str, args: Any, kwargs: Any, error: Exception) -> None:
 
 def _fits_whole(value: Any, tensor: Tensor) -> bool:
     """Whether a value has the shape of the whole tensor, or of rows or columns of it."""
-    shape = getattr(piece_of(tensor), "shape", None)
-    if shape is None or not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or value.numel() == 1 or value.shape == tensor.shape:
         return False
-    if value.numel() == 1 or value.shape == tensor.shape:
+    shape = getattr(piece_of(tensor), "shape", None)
+    if shape is None:
         return False
     try:
         return torch.broadcast_shapes(value.shape, shape) == shape
