@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from flat_param import LayoutError, ParameterError, StateError, fully_shard
+from flat_param import (
+    LayoutError,
+    ParameterError,
+    StateError,
+    full_state_dict,
+    fully_shard,
+    save_sharded,
+)
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -152,6 +159,34 @@ def test_values_beside_meta_tensors_are_kept() -> None:
     assert norm.running_mean.tolist() == [7.0] * 3
     assert norm.weight.tolist() == [1.0] * 3
     assert not any(param.is_meta for param in module.parameters())
+
+
+@pytest.mark.parametrize("stop", [0, 1])
+def test_module_whose_sharding_was_stopped_is_refused_by_each_use(stop: int) -> None:
+    """Here in `init_fn`; tests/stress stops `fully_shard` at each instruction."""
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 3))
+
+    def init(part: Any) -> None:
+        if part is module[stop]:
+            raise KeyboardInterrupt
+        part.reset_parameters()
+
+    with pytest.raises(KeyboardInterrupt):
+        fully_shard(module, init_fn=init)
+    text = (
+        "flat_param.fully_shard: Sequential was only partly sharded when it was interrupted, but a "
+        "rank cannot put its pieces back together. Build the module again on every rank, and shard "
+        "that."
+    )
+    for use in (
+        lambda: fully_shard(module),
+        lambda: fully_shard(nn.Sequential(module)),
+        lambda: full_state_dict(nn.Sequential(module)),
+        lambda: save_sharded(module, "never"),
+    ):
+        with pytest.raises(StateError, match=re.escape(text)):
+            use()
 
 
 @pytest.mark.parametrize("has_reference", [False, True])

@@ -124,7 +124,9 @@ def test_what_is_neither_yes_nor_no_is_refused(
     function: str, value: object, pair: nn.Module
 ) -> None:
     """Python takes most words for yes."""
-    text = f"flat_param.{function}: got {value!r}. Pass True or False"
+    takes_ranks = function == "set_reshard_after_forward" and isinstance(value, int)
+    rest = ", or shard over fewer ranks" if takes_ranks else "."  # names what does that
+    text = f"flat_param.{function}: got {value!r}. Pass True or False{rest}"
     with pytest.raises(StateError, match=re.escape(text)):
         getattr(pair, function)(value)
 

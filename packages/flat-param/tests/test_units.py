@@ -35,14 +35,3 @@ def test_units_are_gathered_and_reduced_once_a_pass(
             assert calls.get("all_gather", 0) == 3 * gathers * (world > 1), case
             assert calls.get("reduce_scatter", 0) == 3 * reduces * (world > 1), case
             assert found["bytes"] == found["planned_bytes"], case
-
-
-@pytest.mark.parametrize(("world", "stride"), [(1, 15), (2, 45)])
-def test_fully_shard_stopped_anywhere_can_be_called_again_or_says_what_to_do(
-    ranks: Callable[..., list[Any]], world: int, stride: int
-) -> None:
-    """Meta parameters are on meta again; once the first one is cut, the package refuses it."""
-    for result in ranks(world, "interrupted", "sharding", stride, timeout_s=60):
-        assert result["places"] > 100
-        assert result["refused"] > 0
-        assert result["wrong"] == []

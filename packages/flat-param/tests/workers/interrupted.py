@@ -1,4 +1,4 @@
-"""A step is stopped at one place after another; the next is compared with one never stopped."""
+"""A step by hand is stopped at one place after another; the next one is as if none had been."""
 
 from __future__ import annotations
 
@@ -52,29 +52,6 @@ class Interrupter:
         return self.seen
 
 
-def forward(model: nn.Module, ids: Tensor) -> Callable[[], object]:
-    """Stop inside forward."""
-    return lambda: loss_of(model, ids)
-
-
-def backward(model: nn.Module, ids: Tensor) -> Callable[[], object]:
-    """Stop inside backward."""
-    return loss_of(model, ids.flip(0)).backward
-
-
-def accumulation(model: nn.Module, ids: Tensor) -> Callable[[], object]:
-    """Stop inside a backward that does not sum, after another one."""
-    with model.no_sync():
-        loss_of(model, ids).backward()
-        loss = loss_of(model, ids.flip(0))
-
-    def step() -> None:
-        with model.no_sync():
-            loss.backward()
-
-    return step
-
-
 def by_hand(model: nn.Module, ids: Tensor) -> Callable[[], object]:
     """Stop where units are gathered, written to, used and freed by hand."""
     block = model.blocks[0]
@@ -93,14 +70,6 @@ def by_hand(model: nn.Module, ids: Tensor) -> Callable[[], object]:
     return step
 
 
-PHASES = {
-    "forward": forward,
-    "backward": backward,
-    "accumulation": accumulation,
-    "by_hand": by_hand,
-}
-
-
 def gradients(model: nn.Module, ids: Tensor) -> list[Tensor]:
     """Of a normal step, after what is usual after one that was stopped."""
     model.zero_grad()
@@ -112,97 +81,28 @@ def gradients(model: nn.Module, ids: Tensor) -> list[Tensor]:
     ]
 
 
-def build(phase: str) -> Model:
+def build() -> Model:
     """Two units, one in the other, with a frozen layer in each.
 
-    One rank gathers and frees only where it computes in another dtype.
+    They compute in another dtype, so that one rank gathers and frees, too.
     """
     model = plain(depth=1)
     model.blocks[0].norm.requires_grad_(False)
     precise = MixedPrecisionPolicy(param_dtype=torch.float64)
-    options = {"mp_policy": precise} if phase == "by_hand" else {}
-    flat_param.fully_shard(model.blocks[0], **options)
-    return flat_param.fully_shard(model, **options)
+    flat_param.fully_shard(model.blocks[0], mp_policy=precise)
+    return flat_param.fully_shard(model, mp_policy=precise)
 
 
-def run(rank: int, world: int, phase: str, stride: int) -> dict[str, Any]:
+def run(rank: int, world: int, stride: int) -> dict[str, Any]:
     """How many places there are, and those after which a gradient is wrong."""
-    if phase == "sharding":
-        return run_sharding(rank, world, stride)
-    model, (ids, *_) = build(phase), batches(world, 1)
+    model, (ids, *_) = build(), batches(world, 1)
     mine = share(ids, rank)
     expected = gradients(model, mine)
-    places, wrong = Interrupter(0).run(PHASES[phase](model, mine)), []
+    places, wrong = Interrupter(0).run(by_hand(model, mine)), []
     gradients(model, mine)
     for at in range(1, places + 1, stride):
-        Interrupter(at).run(PHASES[phase](model, mine))
+        Interrupter(at).run(by_hand(model, mine))
         if not all(map(torch.equal, gradients(model, mine), expected)):
             wrong.append(at)
-            model = build(phase)
+            model = build()
     return {"places": places, "wrong": wrong}
-
-
-def on_meta(world: int) -> nn.Module:
-    """One unit, whose parameters have no memory yet; two ranks have equal parts of the only one.
-
-    They then pass the same places, and are stopped at the same.
-    """
-    with torch.device("meta"):
-        if world > 1:
-            return nn.Sequential(nn.Linear(8, 8, bias=False))
-        return nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3))
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    """Whole, after sharding what is not sharded."""
-    if not isinstance(model, flat_param.ShardedModule):
-        torch.manual_seed(0)
-        flat_param.fully_shard(model)
-    return [*flat_param.full_state_dict(model)["model"].values()]
-
-
-def run_sharding(rank: int, world: int, stride: int) -> dict[str, Any]:
-    """`fully_shard` is stopped, and called again: right, or refused in words that help."""
-
-    def step(model: nn.Module) -> Callable[[], object]:
-        torch.manual_seed(0)
-        return lambda: flat_param.fully_shard(model)
-
-    def refuses(model: nn.Module) -> bool:
-        uses = (
-            lambda: flat_param.fully_shard(model),
-            lambda: flat_param.fully_shard(nn.Sequential(model)),
-            lambda: flat_param.full_state_dict(nn.Sequential(model)),
-            lambda: flat_param.save_sharded(model, "never"),
-        )
-        return all(HALF_SHARDED in error_of(use) for use in uses)
-
-    expected, wrong, refused = weights(on_meta(world)), [], 0
-    places = Interrupter(0).run(step(on_meta(world)))
-    for at in range(1, places + 1, stride):
-        model = on_meta(world)
-        Interrupter(at).run(step(model))
-        if type(vars(model).get("_flat_param")) is object:  # the placeholder of a unit
-            refused += 1
-            right = refuses(model)
-        else:
-            right = all(map(torch.equal, weights(model), expected))
-        if not right:
-            wrong.append(at)
-    return {"places": places, "wrong": wrong, "refused": refused}
-
-
-HALF_SHARDED = (
-    "flat_param.fully_shard: Sequential was only partly sharded when it was interrupted, but a "
-    "rank cannot put its pieces back together. Build the module again on every rank, and shard "
-    "that."
-)
-
-
-def error_of(call: Callable[[], object]) -> str:
-    """What a call says that fails."""
-    try:
-        call()
-    except flat_param.FlatParamError as error:
-        return str(error)
-    return ""
