@@ -46,8 +46,8 @@ class Weights(nn.Module):
         return total
 
 
-class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with both moments in numbers of 8 bits, each with a scale for each block."""
+class Momentum8bit(torch.optim.Optimizer):
+    """SGD with momentum in numbers of 8 bits, and a scale for each block."""
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -61,27 +61,14 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def _step(self, param: Tensor, size: int, state: dict[str, Any]) -> None:
         numel = param.numel()
-        grads = nn.functional.pad(param.grad.flatten(), (0, -numel % size)).view(-1, size)
+        moment = nn.functional.pad(param.grad.flatten(), (0, -numel % size)).view(-1, size)
+        if state:
+            assert not state["codes"].is_floating_point()
+            moment = moment + 0.9 * state["codes"] * state["scales"][:, None]
+        param.sub_(0.01 * moment.flatten()[:numel].view_as(param))
         state["step"] = state.get("step", torch.tensor(0.0)) + 1
-        first, second = (self._moment(state, name, grads) for name in ("first", "second"))
-        first, second = 0.9 * first + 0.1 * grads, 0.99 * second + 0.01 * grads * grads
-        bias, square_bias = (1 - decay ** float(state["step"]) for decay in (0.9, 0.99))
-        change = (first / bias) / ((second / square_bias).sqrt() + 1e-8)
-        param.mul_(1 - 0.01 * 0.1)
-        param.sub_(0.01 * change.flatten()[:numel].view_as(param))
-        for name, moment, most in (("first", first, 127), ("second", second, 255)):
-            scales = moment.abs().amax(1).clamp(min=1e-12) / most
-            codes = (moment / scales[:, None]).round()
-            state[f"{name}_scales"] = scales
-            state[f"{name}_codes"] = codes.to(torch.int8 if most == 127 else torch.uint8)
-
-    @staticmethod
-    def _moment(state: dict[str, Any], name: str, like: Tensor) -> Tensor:
-        if f"{name}_codes" not in state:
-            return torch.zeros_like(like)
-        assert not state[f"{name}_codes"].is_floating_point()
-        moment: Tensor = state[f"{name}_codes"] * state[f"{name}_scales"][:, None]
-        return moment
+        state["scales"] = moment.abs().amax(1).clamp(min=1e-12) / 127
+        state["codes"] = (moment / state["scales"][:, None]).round().to(torch.int8)
 
 
 def made(kind: str, *, sharded: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -92,7 +79,7 @@ def made(kind: str, *, sharded: bool = True) -> tuple[nn.Module, torch.optim.Opt
         model = flat_param.fully_shard(model, boundary=boundary)
     named = model.named_parameters()
     groups = [{"params": [p], "block": sizes[name]} for name, p in named]
-    return model, AdamW8bit(groups, {})
+    return model, Momentum8bit(groups, {})
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -150,7 +137,7 @@ def refuse(rank: int, world: int) -> None:
     """Rows that are no blocks', and rows that differ between ranks, on every rank."""
     model, optimizer = made("blocks")
     train(model, optimizer, BEFORE)
-    odd, key = optimizer.state[model.matrix], "first_scales"
+    odd, key = optimizer.state[model.matrix], "scales"
     rows = len(odd[key])
 
     def refused(words: str) -> None:
