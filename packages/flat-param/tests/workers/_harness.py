@@ -150,12 +150,12 @@ def mean_over_ranks(values: list[float]) -> list[float]:
 
 
 def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    """The largest difference between two state dicts of the same keys."""
-    assert list(first) == list(second)
-    return max(
-        (a - b).abs().max().item() if a.numel() else 0.0
-        for a, b in zip(first.values(), second.values(), strict=True)
-    )
+    """The largest difference between two state dicts of the same keys and shapes; NaN is kept."""
+    shapes = [[(name, each.shape) for name, each in state.items()] for state in (first, second)]
+    assert shapes[0] == shapes[1]
+    pairs = zip(first.values(), second.values(), strict=True)
+    found = torch.stack([(a - b).abs().max().double() for a, b in pairs if a.numel()])
+    return found.max().item()
 
 
 def raises(kind: type[Exception], text: str, call: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _harness import raises, whole, whole_state
+from _harness import distance, raises, whole, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -91,13 +91,6 @@ def batch(step: int, share: int | None = None) -> Tensor:
     return whole if share is None else whole[2 * share : 2 * share + 2]
 
 
-def distance(state: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest difference; collective."""
-    assert list(state) == list(expected)
-    found = whole(state)
-    return max((found[name] - expected[name]).abs().max().item() for name in expected)
-
-
 def check_training_is_that_of_one_process(rank: int, world: int) -> None:
     """States and norms of three steps, for every way and boundary."""
     mesh = mesh_of(world)
@@ -119,7 +112,7 @@ def check_training_is_that_of_one_process(rank: int, world: int) -> None:
             if module is reference:
                 expected = norms
         assert torch.allclose(torch.stack(norms), torch.stack(expected)), (options, norms)
-        assert distance(whole_state(model), whole_state(reference)) < 1e-6, options
+        assert distance(whole(whole_state(model)), whole_state(reference)) < 1e-6, options
 
 
 def check_states_are_the_parallel_modules(rank: int, world: int) -> None:
@@ -138,7 +131,7 @@ def check_states_are_the_parallel_modules(rank: int, world: int) -> None:
             for param in model.parameters():
                 param.zero_()
         model.load_state_dict(state)
-        assert distance(whole_state(model), plain().state_dict()) == 0
+        assert distance(whole(whole_state(model)), plain().state_dict()) == 0
     with model.whole_params(write_back=True):
         assert isinstance(model.blocks[0].up.weight, DTensor)
         with torch.no_grad():
@@ -160,7 +153,7 @@ def check_gathers_by_hand_show_dtensors(rank: int, world: int) -> None:
     reference(batch(0)).square().mean().backward()
     for module in (model, reference):
         torch.optim.SGD(module.parameters(), lr=1.0).step()
-    assert distance(whole_state(model), whole_state(reference)) < 1e-6
+    assert distance(whole(whole_state(model)), whole_state(reference)) < 1e-6
 
 
 def check_optimizers_of_replaced_parameters_are_refused(rank: int, world: int) -> None:
