@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _harness import checks, same_bits, whole, whole_state
+from _harness import checks, same_bits, whole
 from tensor_parallel import batch, parallel, plain, sharded
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -73,22 +73,6 @@ def fresh(mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, torch.optim.Adam
     return model, adamw(model, lr=0.5)
 
 
-def check_resumed_training_is_the_same(rank: int, world: int) -> None:
-    """Two steps, a checkpoint and two more are four steps, bit for bit; also saved beside them."""
-    for index, options in enumerate(OPTIONS):
-        model = sharded(mesh_of(world), **options)
-        optimizer = adamw(model)
-        train(model, optimizer, range(2))
-        path = FOLDER / f"resumed-{index}"
-        future = flat_param.async_save_sharded(model, path, optimizer=optimizer)
-        train(model, optimizer, range(2, 4))
-        future.result()
-        again, again_optimizer = fresh(mesh_of(world), **options)
-        flat_param.load_sharded(again, path, optimizer=again_optimizer)
-        train(again, again_optimizer, range(2, 4))
-        same_bits(state(again, again_optimizer), state(model, optimizer))
-
-
 def check_any_cut_loads_into_any_other(rank: int, world: int) -> None:
     """Another boundary, another mesh, and no tensor parallel at all; and back."""
     for index, options in enumerate(OPTIONS):
@@ -144,21 +128,6 @@ def check_what_torch_saves_is_loaded(rank: int, world: int) -> None:
         assert not any(isinstance(value, DTensor) for value in full["model"].values())
         flat_param.load_full_state_dict(again, full, optimizer=again_optimizer)
         same_bits(state(again, again_optimizer), state(model, optimizer))
-
-
-def check_error_on_one_rank_is_one_on_all(rank: int, world: int) -> None:
-    """Of the last rank, which no other shards with if there is one row: in a save and in a load."""
-    path, _ = saved(world, "errors")
-    model, optimizer = fresh(mesh_of(world))
-    before = whole(whole_state(model))
-    if rank == world - 1:
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    for function in (flat_param.save_sharded, flat_param.load_sharded):
-        with pytest.raises(flat_param.FlatParamError):
-            function(model, FOLDER / "errors", optimizer=optimizer)
-    same_bits(whole(whole_state(model)), before)
-    again, _ = fresh(mesh_of(world))
-    flat_param.load_sharded(again, path)
 
 
 def check_state_by_block_is_refused(rank: int, world: int) -> None:
