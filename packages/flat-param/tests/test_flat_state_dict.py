@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from flat_param import flat_params_of, flatten
 
@@ -58,15 +57,6 @@ def test_a_state_dict_reads_and_writes_the_model(mlp):
     assert mlp[0].weight.data_ptr() == home
 
 
-def test_writing_to_a_state_dict_before_a_backward_is_noticed(mlp):
-    """Autograd refuses a saved weight that was changed since, as for a plain module."""
-    flatten(mlp)
-    out = mlp(torch.randn(2, 5).requires_grad_()).sum()
-    mlp.state_dict()["2.weight"].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.backward()
-
-
 def test_what_was_given_outlives_the_model(mlp):
     """The stretch keeps the memory."""
     flatten(mlp)
@@ -89,45 +79,3 @@ def test_what_was_given_outlives_the_move_to_shared_memory():
     assert torch.equal(state["weight"], before)
     assert not model.state_dict()["weight"].any()
     assert flat.as_vector().is_shared()
-
-
-def test_swapped_data_is_saved_as_it_is(mlp):
-    """Before the next forward takes it back."""
-    flatten(mlp)
-    mlp[0].weight.data = torch.ones(7, 5)
-    state = mlp.state_dict()
-    assert state["0.weight"].tolist() == [[1.0] * 5] * 7
-
-
-def test_state_dicts_without_memory_are_left_alone():
-    """On the meta device, and where tensors are fake, there is nothing to look apart."""
-    with torch.device("meta"):
-        model = nn.Linear(2, 2)
-    flatten(model)
-    assert model.state_dict()["weight"].is_meta
-    layer = nn.Linear(2, 2)
-    flatten(layer)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        assert isinstance(layer.state_dict()["weight"], FakeTensor)
-
-
-def _reads_state_dict(module):
-    torch._dynamo.reset()
-
-    def doubled(x):
-        return module(x), {name: 2 * value for name, value in module.state_dict().items()}
-
-    _, state = torch.compile(doubled, fullgraph=True, backend="eager")(torch.ones(1, 5))
-    return state
-
-
-def test_a_compiled_function_reads_a_state_dict(mlp):
-    """In one graph, with the right storage sizes."""
-    try:
-        _reads_state_dict(mlp)
-    except torch._dynamo.exc.Unsupported:
-        assert not torch.__version__.startswith("2.13.")
-        pytest.skip("torch 2.9 and 2.15 do not trace the metadata of a state dict, of no module")
-    flatten(mlp)
-    state = _reads_state_dict(mlp)
-    assert torch.equal(state["0.weight"], 2 * mlp[0].weight)
