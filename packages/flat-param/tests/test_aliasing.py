@@ -179,20 +179,6 @@ def test_parameters_are_added_and_removed(mlp, aliased):
     assert flat.grad_vector().tolist() == [1.0] * 4
 
 
-def test_a_functional_call_takes_nothing_in(mlp, aliased):
-    """Parameters that are there for one call only are not mistaken for new ones."""
-    flat = flatten(mlp)
-    kept = [(param, param.detach().clone()) for param in mlp.parameters()]
-    others = {name: nn.Parameter(torch.zeros_like(p)) for name, p in mlp.named_parameters()}
-    out = torch.func.functional_call(mlp, others, torch.ones(1, 5))
-    assert not out.any()
-    assert aliased(mlp)
-    for (param, value), now in zip(kept, mlp.parameters(), strict=True):
-        assert param is now
-        assert torch.equal(now, value)
-    assert not any(other.data_ptr() == flat.as_vector().data_ptr() for other in others.values())
-
-
 @pytest.mark.parametrize("how", ["parametrize", "weight_norm", "prune"])
 def test_what_rearranges_a_layer_is_followed(mlp, how, aliased):
     """torch's utilities that rename and add parameters; the step is the plain module's."""
