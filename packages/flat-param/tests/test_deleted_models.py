@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import flat_param
@@ -70,19 +70,6 @@ def unflattened(net: nn.Module) -> None:
     train(net)
 
 
-def stopped(net: nn.Module) -> None:
-    """In the middle of a backward."""
-    flat_param.flatten(net)
-
-    def stop(grad: Tensor) -> None:
-        raise KeyError("stop")
-
-    y = net[0](X)  # type: ignore[index]
-    y.register_hook(stop)
-    with pytest.raises(KeyError):
-        net[1](y).sum().backward()  # type: ignore[index]
-
-
 def sharded(way: str, *, trains: bool = True) -> Callable[[nn.Module], None]:
     """Two units, with an optimizer."""
 
@@ -103,7 +90,7 @@ def handled(net: nn.Module) -> None:
     flat_param.handle.FlatParamHandle(list(net.parameters()), net)
 
 
-COLLECTED = {way.__name__: way for way in (unflattened, stopped, handled)}
+COLLECTED = {way.__name__: way for way in (unflattened, handled)}
 
 
 @pytest.mark.parametrize("way", COLLECTED)
