@@ -6,7 +6,6 @@ import copy
 import gc
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -46,27 +45,6 @@ def check_one_forward_two_backwards(rank: int, world: int) -> None:
         loss.backward(retain_graph=True)
         loss.backward()
     same_grads(model, reference)
-
-
-def check_layer_unused_on_one_rank_gets_the_mean_with_zero(rank: int, world: int) -> None:
-    """Layer unused on one rank gets the mean with zero."""
-    for way in WAYS:
-        reference, model = plain(), sharded(**options_of(way))
-        (ids,) = batches(world, 1)
-
-        def loss(module: Any, part: Tensor, *, skip: bool) -> Tensor:
-            x = module.embed(part)
-            for index, block in enumerate(module.blocks):
-                out = block(x)
-                x = x if skip and index == 1 else out
-            return module.head(x).square().mean()
-
-        model.forward = partial(loss, model, skip=rank == 1)
-        for other in range(world):
-            (loss(reference, share(ids, other), skip=other == 1) / world).backward()
-        model(share(ids, rank)).backward()
-        same_grads(model, reference)
-        assert model.blocks[1].up.weight.grad is not None
 
 
 def check_activation_checkpointing_inside_and_around_units(rank: int, world: int) -> None:
