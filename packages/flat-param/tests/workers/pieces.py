@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
+import sys
 import types
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -217,34 +217,17 @@ def check_what_needs_the_whole_is_refused(rank: int, world: int) -> None:
     raises(flat_param.StateError, "computes with it", lambda: param * torch.ones(1, 9, 9))
 
 
-MODULES = (
-    *("torch", "torch.optim", "torch.optim.optimizer", "torch.optim.adamw", "torch.amp"),
-    *("torch.amp.grad_scaler", "torch.nn", "torch.nn.init", "torch.nn.utils"),
-    *("torch.nn.utils.clip_grad", "torch.nn.modules.module", "torch.utils._foreach_utils"),
-    *("torch.distributed", "torch.distributed.distributed_c10d"),
-)
-
-
-def snapshot() -> dict[str, Any]:
-    """Every function, method and closure cell of the modules that code of torch uses."""
-    found: dict[str, Any] = {}
-
-    def note(name: str, value: Any) -> None:
-        found[name] = value
-        for index, cell in enumerate(getattr(value, "__closure__", None) or ()):
-            found[f"{name}<{index}>"] = cell.cell_contents
-        found[f"{name}.__wrapped__"] = getattr(value, "__wrapped__", None)
-
-    for module in map(importlib.import_module, MODULES):
-        for name, value in vars(module).items():
-            if type(value) in (types.FunctionType, types.BuiltinFunctionType):
-                note(f"{module.__name__}.{name}", value)
-            elif issubclass(type(value), type):
-                for key, method in vars(value).items():
-                    if callable(method) or isinstance(method, (classmethod, property)):
-                        note(f"{module.__name__}.{name}.{key}", method)
-    for name, method in vars(torch.Tensor).items():
-        note(f"Tensor.{name}", method)
+def snapshot() -> dict[tuple[str, ...], Any]:
+    """Every function and method in the modules of torch that are loaded."""
+    found: dict[tuple[str, ...], Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "torch" and module is not None:
+            for key, value in list(vars(module).items()):
+                if issubclass(type(value), type) and value.__module__.startswith("torch"):
+                    methods = {own: each for own, each in vars(value).items() if callable(each)}
+                    found |= {(name, key, own): each for own, each in methods.items()}
+                elif type(value) in (types.FunctionType, types.BuiltinFunctionType):
+                    found[name, key] = value
     return found
 
 

@@ -113,16 +113,3 @@ def check_rank_without_gradients_is_refused(rank: int, world: int) -> None:
     kind, text = (StateError, "has no gradient") if mine else (AssertionError, "No inf checks")
     if world > 1:
         raises(kind, text, lambda: scaler.step(optimizer))
-
-
-def check_plain_modules_are_asked_alone(rank: int, world: int) -> None:
-    """Nothing is sent for them, and a rank's overflow is its own."""
-    fully_shard(nn.Linear(2, 2))
-    plain = nn.Linear(4, 2)
-    optimizer, scaler = torch.optim.SGD(plain.parameters(), lr=1.0), new_scaler()
-    scaler.scale(plain(INPUTS).sum()).backward()
-    if rank == 0:
-        plain.weight.grad.fill_(torch.inf)
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler.get_scale() == (8 if rank == 0 else 16)
