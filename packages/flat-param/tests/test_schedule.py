@@ -61,43 +61,6 @@ def _x(rows: int = 3) -> Tensor:
     return torch.linspace(-1, 1, 4 * rows, dtype=torch.float64).reshape(rows, 4)
 
 
-class Fails(nn.Module):
-    """Raises after its layer has run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Never returns."""
-        self.layer(x)
-        raise ZeroDivisionError
-
-
-class GoesOn(nn.Module):
-    """Catches what a part of it raises, and uses another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fails, self.head = Fails(), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Of the other one."""
-        x = self.head(x)
-        try:
-            self.fails(x)
-        except ZeroDivisionError:
-            return self.head(x)
-        return x
-
-
-def test_module_that_catches_an_error_of_a_part_goes_on() -> None:
-    """Its own parameters are still whole, and the part's are freed."""
-    model, plain = _sharded(GoesOn(), "fails")
-    for _ in range(2):
-        _same(model, plain, lambda m: m(_x()).square().sum())
-
-
 def _in_a_hook(run: Callable[[], None], x: Tensor | None = None) -> Tensor:
     """A loss in whose backward something is called."""
     with torch.enable_grad():
