@@ -164,6 +164,23 @@ def raises(kind: type[Exception], text: str, call: Any) -> None:
         call()
 
 
+def stepping(update: Callable[[Tensor, dict[str, Any], float], object]) -> Any:
+    """Return an optimizer class that calls `update(param, state, lr)` where there is a gradient."""
+
+    class Stepping(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        update(param, self.state[param], group["lr"])
+
+    return Stepping
+
+
 def checks(namespace: dict[str, Any], *settings: str) -> Callable[..., dict[str, str]]:
     """Return a function that runs every `check_<claim>(rank, world)` of a script on one rank.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _harness import raises
+from _harness import raises, stepping
 from _states import (
     fsdp2,
     full_values,
@@ -27,7 +27,7 @@ from _states import (
     truth,
     values_of,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -271,19 +271,14 @@ def check_count_of_ranks_that_skip_does_not_count(rank: int, world: int) -> None
     A count may be a number of Python; it comes back as one.
     """
 
-    class Counting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        state = self.state[param]
-                        state["count"] = state.get("count", 0) + 1
-                        state["sum"] = state.get("sum", 0) + param.grad
+    def count(param: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["count"] = state.get("count", 0) + 1
+        state["sum"] = state.get("sum", 0) + param.grad
 
     model = flat_param.fully_shard(
         nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), boundary="tensor"
     )
-    optimizer = Counting(model.parameters(), lr=0.1)
+    optimizer = stepping(count)(model.parameters())
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.ones(1, 4)).sum().backward()

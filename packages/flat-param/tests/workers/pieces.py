@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch._dynamo  # wraps torch.manual_seed
 import torch.distributed as dist
-from _harness import options_of, raises, same_bits, whole_state
+from _harness import options_of, raises, same_bits, stepping, whole_state
 from _whole import same_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,31 +25,20 @@ import flat_param
 BOUNDARIES = ("element", "row", "tensor")
 
 
-class CautiousSGD(torch.optim.Optimizer):
-    """Reduces a mask, as optimizers with `caution=True` do."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None:
-                moment = self.state[param].setdefault("moment", torch.zeros_like(param))
-                moment.lerp_(param.grad, 0.1)
-                mask = (moment * param.grad > 0).to(param.grad.dtype)
-                mask.div_(mask.mean().clamp_(min=1e-3))
-                param.add_(moment * mask, alpha=-self.param_groups[0]["lr"])
+def _cautious(param: Tensor, state: dict[str, Any], lr: float) -> None:
+    moment = state.setdefault("moment", torch.zeros_like(param))
+    moment.lerp_(param.grad, 0.1)
+    mask = (moment * param.grad > 0).to(param.grad.dtype)
+    mask.div_(mask.mean().clamp_(min=1e-3))
+    param.add_(moment * mask, alpha=-lr)
 
 
-class RootMeanSquare(torch.optim.SGD):
-    """Divides a norm by a power of the number of elements."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None:
-                param.sub_(param.grad * (param.norm() / param.numel() ** 0.5))
+CautiousSGD = stepping(_cautious)
+"""Reduces a mask, as optimizers with `caution=True` do."""
+RootMeanSquare = stepping(
+    lambda param, *_: param.sub_(param.grad * (param.norm() / param.numel() ** 0.5))
+)
+"""Divides a norm by a power of the number of elements."""
 
 
 def build() -> nn.Sequential:
@@ -295,13 +284,13 @@ def check_root_mean_squares_are_refused_before_a_step(rank: int, world: int) -> 
     _, model = pair()
     backward(model)
     before = whole_state(model)
-    step = RootMeanSquare(model.parameters(), lr=0.1).step
+    step = RootMeanSquare(model.parameters()).step
     raises(flat_param.ParameterError, "numel() counts the elements of this rank", step)
     same_bits(whole_state(model), before)
     reference, model = pair(boundary="tensor")
     backward(reference, model)
     for each in (reference, model):
-        RootMeanSquare(each.parameters(), lr=0.1).step()
+        RootMeanSquare(each.parameters()).step()
     for name, value in whole_state(model).items():
         assert torch.allclose(value, reference.state_dict()[name])
 

@@ -8,7 +8,7 @@ import io
 import warnings
 
 import torch
-from _harness import raises, same_bits, whole_state
+from _harness import raises, same_bits, stepping, whole_state
 from _whole import whole_bytes
 from torch import Tensor, nn
 
@@ -120,19 +120,16 @@ def check_groups_by_number_of_dimensions(rank: int, world: int) -> None:
 def check_optimizers_of_whole_tensors_are_found_by_what_they_do(rank: int, world: int) -> None:
     """Classes of any name; on whole tensors they step."""
 
-    class Mine(torch.optim.SGD):
-        def step(self) -> None:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None and param.ndim == 2:
-                        buffer = torch.zeros_like(param)
-                        update = param.grad.lerp(buffer, 0.1)
-                        param.data.mul_(update.flatten() @ update.flatten())
+    def mix(param: Tensor, *_: object) -> None:
+        if param.ndim == 2:
+            update = param.grad.lerp(torch.zeros_like(param), 0.1)
+            param.data.mul_(update.flatten() @ update.flatten())
 
+    make = stepping(mix)
     for boundary in ("element", "row", "tensor"):
         layer = flat_param.fully_shard(nn.Linear(6, 6), boundary=boundary)
         layer(torch.ones(2, 6)).square().sum().backward()
-        step = Mine(layer.parameters(), lr=0.1).step
+        step = make(layer.parameters()).step
         if boundary == "tensor":
             step()
         else:
@@ -144,7 +141,7 @@ def check_optimizers_of_whole_tensors_are_found_by_what_they_do(rank: int, world
         mixed(torch.ones(2, 6)).square().sum().backward()
         before = [param.detach().clone() for param in mixed.parameters()]
         text = "was called with parameter '1.weight' of the outermost unit"
-        raises(flat_param.ParameterError, text, Mine(mixed.parameters(), lr=0.1).step)
+        raises(flat_param.ParameterError, text, make(mixed.parameters()).step)
         now = [param.to_local() for param in mixed.parameters()]
         assert all(map(torch.equal, [each.to_local() for each in before], now)), width
 

@@ -15,6 +15,7 @@ from _harness import (
     raises,
     sharded,
     share,
+    stepping,
     whole_state,
 )
 from _whole import same_grads, same_step, whole_bytes, whole_grads
@@ -105,24 +106,12 @@ def check_changes_of_shown_parameters_are_lost(rank: int, world: int) -> None:
             same_step(model, plain(), ids, rank)
 
 
-class _OfData(torch.optim.Optimizer):
-    """Steps without a trace in versions."""
-
-    def __init__(self, params: object) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: object = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.data.sub_(param.grad)
-
-
 def check_steps_in_between_are_not_lost(rank: int, world: int) -> None:
     """An optimizer's step on the pieces is seen, where a rank has no piece, too."""
     first, second = batches(world, 2)
     for boundary, async_op in (("element", True), ("tensor", False)):
-        for make in (lambda params: torch.optim.SGD(params, lr=1.0), _OfData):
+        without_versions = stepping(lambda param, *_: param.data.sub_(param.grad))
+        for make in (lambda params: torch.optim.SGD(params, lr=1.0), without_versions):
             model, reference = sharded(boundary=boundary), plain()
             optimizers = make(list(model.parameters())), make(list(reference.parameters()))
             loss_of(model, share(first, rank)).backward()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from _harness import batches, loss_of, plain, sharded, share, whole_state
+from _harness import batches, loss_of, plain, sharded, share, stepping, whole_state
 from torch import nn
 
 import flat_param
@@ -23,24 +23,12 @@ def check_rank_without_gradients_joins_the_norm(rank: int, world: int) -> None:
     assert model.clip_grad_norm_(1.0) == 0.0
 
 
-class _Foreign(torch.optim.Optimizer):
-    """A custom optimizer; keeps the gradient of the first step."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            param.sub_(self.state[param].setdefault("moment", param.grad.clone()))
-
-
 def check_state_from_before_sharding_is_cut(rank: int, world: int) -> None:
     """Where the optimizer stepped before the parameters were divided, it steps on as before."""
     makers: tuple[Any, ...] = (
         partial(torch.optim.SGD, lr=1.0, momentum=0.5),
         partial(torch.optim.SGD, lr=1.0, momentum=0.5, fused=True),
-        _Foreign,
+        stepping(lambda param, state, _: param.sub_(state.setdefault("first", param.grad.clone()))),
     )
     for make in makers:
         torch.manual_seed(0)
