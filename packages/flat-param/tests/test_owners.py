@@ -65,14 +65,6 @@ def test_flatten_refuses_a_sharded_module(group_of_one, unit):
     assert all(param.grad is not None for param in model.parameters())
 
 
-def test_flatten_refuses_a_module_inside_a_unit(group_of_one):
-    """Its parameters are the unit's."""
-    model, _ = two_layers()
-    fully_shard(model)
-    with pytest.raises(ParameterError, match="'weight' is sharded by fully_shard"):
-        flatten(model[0])
-
-
 def test_flatten_refuses_unsharded_parameters(group_of_one):
     """What `unshard` shows; nothing is moved."""
     model, before = two_layers()
