@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flat_param import CheckpointError, StateError, fully_shard, load_sharded, save_sharded
+from flat_param import CheckpointError, fully_shard, load_sharded, save_sharded
 from flat_param.checkpoint import _files
 
 
@@ -39,18 +39,6 @@ def test_plain_model_trains_on_as_the_sharded_one(group_of_one: None, tmp_path: 
     for name, param in plain.named_parameters():
         assert torch.equal(param, whole[name]), name
     assert torch.equal(plain[1].running_mean, sharded[1].running_mean)
-
-
-def test_plain_model_with_other_names_is_refused_unchanged(
-    group_of_one: None, tmp_path: Path
-) -> None:
-    """The message names the missing tensor."""
-    save_sharded(fully_shard(nn.Sequential(nn.Linear(3, 4))), tmp_path)
-    plain = nn.ModuleDict({"other": nn.Linear(3, 4)})
-    before = plain["other"].weight.clone()
-    with pytest.raises(StateError, match=r"other\.weight"):
-        load_sharded(plain, tmp_path)
-    assert torch.equal(plain["other"].weight, before)
 
 
 def test_save_that_replaces_files_while_they_are_loaded_is_named(
