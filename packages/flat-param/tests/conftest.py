@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from flat_param import flat_params_of, fully_shard
-from flat_param.handle import FlatParamHandle
+from flat_param import fully_shard
 from torchparts_conformance.cases.flat_param import _builds
 from torchparts_conformance.ranks import RankError, Ranks, Run
 
@@ -34,39 +33,6 @@ def _seed() -> None:
 def mlp() -> nn.Sequential:
     """Two layers of odd sizes, so that 16-byte alignment leaves gaps."""
     return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
-
-
-@pytest.fixture
-def own_all() -> Callable[[Iterable[Tensor], Tensor], bool]:
-    """Whether every tensor lies in the memory of one buffer."""
-
-    def check(tensors: Iterable[Tensor], buffer: Tensor) -> bool:
-        return all(_lies_in(tensor, buffer) for tensor in tensors)
-
-    return check
-
-
-def _lies_in(tensor: Tensor, buffer: Tensor) -> bool:
-    start, stop = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
-    return start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= stop
-
-
-@pytest.fixture
-def aliased() -> Callable[[nn.Module], bool]:
-    """Whether all parameters lie in the buffers of the module's flat view, each once."""
-
-    def check(module: nn.Module) -> bool:
-        flat = flat_params_of(module)
-        homes = [flat.as_vector(name) for name in flat.layouts]
-        found = [[_lies_in(param, home) for home in homes] for param in module.parameters()]
-        places = {param.data_ptr() for param in module.parameters()}
-        return (
-            all(map(any, found))
-            and all(map(any, zip(*found, strict=True)))
-            and len(places) == len(found)
-        )
-
-    return check
 
 
 @pytest.fixture
@@ -91,19 +57,6 @@ def pair(group_of_one: None) -> nn.Module:
     for each in (model[0], model[1], model):
         fully_shard(each, mp_policy=precise)
     return model
-
-
-@pytest.fixture
-def handle_of() -> Callable[..., FlatParamHandle]:
-    """Flatten all of a module into a handle; with `world`, as one of so many ranks."""
-
-    def make(
-        module: nn.Module, rank: int = 0, world: int | None = None, **changes: Any
-    ) -> FlatParamHandle:
-        group: Any = None if world is None else _builds.Group(rank, world)
-        return FlatParamHandle(list(module.parameters()), module, process_group=group, **changes)
-
-    return make
 
 
 class Scripts:

@@ -1,3 +1,5 @@
+"""Gradients of parameters are views of the flat one, or None."""
+
 import copy
 
 import pytest
@@ -7,10 +9,10 @@ from torch import nn
 from flat_param import flatten
 
 
-@pytest.fixture
-def flat(mlp):
-    """The flat view of a small model of one segment."""
-    return flatten(mlp)
+def own_all(tensors, buffer):
+    """Whether every tensor lies in the memory of one buffer."""
+    start, stop = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+    return all(start <= t.data_ptr() and t.data_ptr() + t.nbytes <= stop for t in tensors)
 
 
 def test_a_sparse_grad_becomes_dense():
@@ -45,7 +47,7 @@ def wide():
 
 
 @pytest.mark.parametrize("reached", [[0, 1, 2], [0], [1], [2], [2, 0]])
-def test_after_set_to_none_exactly_what_was_reached_has_a_view(wide, own_all, reached):
+def test_after_set_to_none_exactly_what_was_reached_has_a_view(wide, reached):
     """Large and small, first or last to arrive: a view, or None, and the plain module's values."""
     flat, x = flatten(wide), torch.randn(2, 96)
     for _ in range(2):
@@ -105,7 +107,7 @@ def test_gradients_cleared_by_the_module_read_as_zero_without_a_backward(mlp):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_gradients_that_a_user_keeps_stay(mlp, own_all, shared):
+def test_gradients_that_a_user_keeps_stay(mlp, shared):
     """The objects, and views that alone are kept, over a clipped step and later backwards."""
     if shared:
         mlp.share_memory()

@@ -10,6 +10,13 @@ from torch import nn
 from flat_param import ParameterError, StateError
 from flat_param.handle import FlatParamHandle
 from flat_param.handle import HandleShardingStrategy as Strategy
+from torchparts_conformance.cases.flat_param._builds import Group
+
+
+def handle_of(module, rank=0, world=None, **changes):
+    """Flatten all of a module into a handle; with `world`, as one of so many ranks."""
+    group = None if world is None else Group(rank, world)
+    return FlatParamHandle(list(module.parameters()), module, process_group=group, **changes)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +29,7 @@ from flat_param.handle import HandleShardingStrategy as Strategy
     ids=["complex", "float8", "expanded and empty"],
 )
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_every_kind_of_tensor_keeps_its_values(holder, tensors, use_orig_params, handle_of):
+def test_every_kind_of_tensor_keeps_its_values(holder, tensors, use_orig_params):
     """torch refuses these or computes nonsense."""
     expected = [tensor.tolist() for tensor in tensors]
     module = holder(*tensors)
@@ -31,7 +38,7 @@ def test_every_kind_of_tensor_keeps_its_values(holder, tensors, use_orig_params,
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_flat_parameter_is_trained_where_any_of_its_parameters_is(mlp, trained, handle_of):
+def test_a_flat_parameter_is_trained_where_any_of_its_parameters_is(mlp, trained):
     """Frozen alone, it is frozen; with original parameters kept, one is enough."""
     mlp.requires_grad_(False)
     mlp[2].bias.requires_grad_(trained)
@@ -56,7 +63,7 @@ def test_foreign_parameters_are_listed_by_position_and_shape(mlp):
 
 @pytest.mark.parametrize("by", ["data", "object"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_replaced_original_parameter_is_refused(handle_of, mlp, by, world):
+def test_replaced_original_parameter_is_refused(mlp, by, world):
     """By name, before anything is gathered; values that are copied in place are taken."""
     strategy = Strategy.NO_SHARD if world == 1 else Strategy.FULL_SHARD
     handle = handle_of(mlp, sharding_strategy=strategy, use_orig_params=True, rank=0, world=world)
@@ -74,7 +81,7 @@ def test_replaced_original_parameter_is_refused(handle_of, mlp, by, world):
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_shard_unshard_reshard_without_a_group(mlp, use_orig_params, handle_of):
+def test_shard_unshard_reshard_without_a_group(mlp, use_orig_params):
     """One rank alone goes through the whole cycle, twice each, and computes the same."""
     x = torch.randn(2, 5)
     expected = mlp(x)
@@ -92,7 +99,7 @@ def test_shard_unshard_reshard_without_a_group(mlp, use_orig_params, handle_of):
     assert not handle.needs_unshard()
 
 
-def test_original_parameters_come_back_as_shards(mlp, handle_of):
+def test_original_parameters_come_back_as_shards(mlp):
     """With `use_orig_params`, each parameter object holds its part, flat, or nothing."""
     params = list(mlp.parameters())
     handle = handle_of(mlp, use_orig_params=True, rank=0, world=2)
@@ -102,7 +109,7 @@ def test_original_parameters_come_back_as_shards(mlp, handle_of):
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_cast_makes_one_rank_gather_and_free(handle_of, mlp, use_orig_params):
+def test_a_cast_makes_one_rank_gather_and_free(mlp, use_orig_params):
     """With another dtype the whole is a copy, which is needed, there, and gone again."""
     params = list(mlp.parameters()) if use_orig_params else []
     handle = handle_of(mlp, mp_param_dtype=torch.bfloat16, use_orig_params=use_orig_params)
@@ -119,7 +126,7 @@ def test_a_cast_makes_one_rank_gather_and_free(handle_of, mlp, use_orig_params):
     assert {param.dtype for param in (handle.flat_param, *params)} == {torch.float32}
 
 
-def test_no_shard_has_no_part_to_gather(handle_of, mlp):
+def test_no_shard_has_no_part_to_gather(mlp):
     """It never needs `unshard`, on many ranks, and does not call itself sharded."""
     handle = handle_of(mlp, rank=3, world=4, sharding_strategy=Strategy.NO_SHARD)
     assert not handle.uses_sharded_strategy
@@ -129,7 +136,7 @@ def test_no_shard_has_no_part_to_gather(handle_of, mlp):
     assert handle_of(torch.nn.Linear(1, 1)).uses_sharded_strategy
 
 
-def test_a_part_is_a_copy_where_it_is_not_the_whole(handle_of, holder):
+def test_a_part_is_a_copy_where_it_is_not_the_whole(holder):
     """So that the whole can be freed; one rank keeps the memory it has."""
     tensor = torch.ones(2, 4)
     handle = handle_of(holder(torch.ones(1)))
@@ -140,7 +147,7 @@ def test_a_part_is_a_copy_where_it_is_not_the_whole(handle_of, holder):
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_sharded_module_is_not_unflattened(handle_of, mlp, use_orig_params):
+def test_a_sharded_module_is_not_unflattened(mlp, use_orig_params):
     """Nor copied: a part cannot be whole parameters; the refusal comes before anything changes."""
     handle = handle_of(mlp, rank=0, world=2, use_orig_params=use_orig_params)
     handle.shard()
@@ -152,7 +159,7 @@ def test_a_sharded_module_is_not_unflattened(handle_of, mlp, use_orig_params):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_the_parenthesis_closes_whatever_is_raised_in_it(handle_of, mlp, error):
+def test_the_parenthesis_closes_whatever_is_raised_in_it(mlp, error):
     """After an error or Ctrl-C there are tensors again, and what was written is kept."""
     handle = handle_of(mlp)
     with pytest.raises(error), handle.unflatten_as_params():
@@ -164,14 +171,14 @@ def test_the_parenthesis_closes_whatever_is_raised_in_it(handle_of, mlp, error):
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_parameters_made_anew_train_as_the_flat_one_does(handle_of, mlp, trained):
+def test_parameters_made_anew_train_as_the_flat_one_does(mlp, trained):
     """Frozen ones stay frozen inside the parenthesis."""
     handle = handle_of(mlp.requires_grad_(trained))
     with handle.unflatten_as_params():
         assert {param.requires_grad for param in mlp.parameters()} == {trained}
 
 
-def test_original_objects_come_back_inside_the_parenthesis(handle_of, mlp):
+def test_original_objects_come_back_inside_the_parenthesis(mlp):
     """With `use_orig_params` they are the very objects, tied places too."""
     mlp.add_module("tied", nn.Linear(5, 7, bias=False))
     mlp.tied.weight = mlp[0].weight
@@ -183,7 +190,7 @@ def test_original_objects_come_back_inside_the_parenthesis(handle_of, mlp):
     assert mlp.tied.weight is mlp[0].weight
 
 
-def test_views_reach_the_flat_parameter_under_no_grad(handle_of, mlp):
+def test_views_reach_the_flat_parameter_under_no_grad(mlp):
     """They are made with gradients, wherever the handle is called from."""
     with torch.no_grad():
         handle = handle_of(mlp)

@@ -21,8 +21,6 @@ from flat_param.plan import (
     unit_shapes,
 )
 
-F32 = torch.float32
-
 BLOCK = UnitShape("block", (ParamSpec("w", (10, 10), torch.float32),))
 ROOT = UnitShape("", (ParamSpec("head", (6,), torch.float32),))
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from flat_param import StateError, fully_shard
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
-PRECISE = MixedPrecisionPolicy(param_dtype=torch.float64)
 
 
 def _x() -> Tensor:

@@ -14,8 +14,6 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from flat_param import StateError, fully_shard
 
-INPUTS = torch.linspace(-1, 1, 12).view(3, 4)
-
 
 class Scales(nn.Module):
     """Two vectors: a large factor gives an infinite gradient to the first alone."""
