@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import flat_param as fp
+from flat_param.plan import ParamSpec, plan_layout, plan_shard
 
-F32 = torch.float32
+WEIGHT = ParamSpec("w", (1,), torch.float32)
 X = torch.ones(1, 5)
 
 
@@ -23,29 +24,21 @@ def test_leaves_are_also_the_standard_errors():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: fp.plan.plan_layout([]), "flat_param.plan_layout: specs is empty, but"),
+        (lambda: plan_layout([]), "flat_param.plan_layout: specs is empty, but"),
         (
-            lambda: fp.plan.plan_layout([fp.plan.ParamSpec("w", (1,), F32)], align_bytes=12),
+            lambda: plan_layout([WEIGHT], align_bytes=12),
             "align_bytes is 12, but it must be a power of two",
         ),
         (
-            lambda: fp.plan.plan_layout(
-                [fp.plan.ParamSpec("a", (1,), F32), fp.plan.ParamSpec("b", (1,), torch.float16)]
-            ),
-            "'b' is torch.float16 and 'a' torch.float32, but one buffer has one dtype",
+            lambda: plan_layout([WEIGHT, ParamSpec("b", (1,), torch.float16)]),
+            "'b' is torch.float16 and 'w' torch.float32, but one buffer has one dtype",
         ),
         (
-            lambda: fp.plan.plan_shard(
-                fp.plan.plan_layout([fp.plan.ParamSpec("w", (1,), F32)]), world_size=0
-            ),
+            lambda: plan_shard(plan_layout([WEIGHT]), world_size=0),
             "world_size is 0, but at least one rank is needed",
         ),
         (
-            lambda: fp.plan.plan_shard(
-                fp.plan.plan_layout([fp.plan.ParamSpec("w", (1,), F32)]),
-                world_size=1,
-                boundary="col",
-            ),
+            lambda: plan_shard(plan_layout([WEIGHT]), world_size=1, boundary="col"),
             "boundary is 'col', but it must be one of element, row, tensor, or Blocks",
         ),
     ],
