@@ -54,24 +54,6 @@ def check_training_is_that_with_state_at_hand(rank: int, world: int) -> None:
             same_bits(*found, kind, options, unit)
 
 
-def check_checkpoints_are_those_of_any_optimizer(rank: int, world: int) -> None:
-    """Saved with state in files and loaded without, and the other way round."""
-    kind, options = KINDS[0]
-    expected = None
-    for first, second in ((False, False), (True, False), (False, True), (True, True)):
-        path = FOLDER / f"checkpoint-{first}-{second}"
-        model, optimizer = made(kind, options, offloaded=first)
-        train(model, optimizer, batches(world, 2), rank)
-        flat_param.save_sharded(model, path, optimizer=optimizer)
-        model, optimizer = made(kind, options, offloaded=second, seed=1)
-        train(model, optimizer, batches(world, 1), rank)
-        flat_param.load_sharded(model, path, optimizer=optimizer)
-        train(model, optimizer, batches(world, 4)[2:], rank)
-        found = flat_param.full_state_dict(model, optimizer=optimizer)
-        expected = expected or found
-        same_bits(found, expected, first, second)
-
-
 def check_load_that_fails_elsewhere_leaves_state(rank: int, world: int) -> None:
     """Every rank has the parameters and the state that it had."""
     kind, options = KINDS[0]
