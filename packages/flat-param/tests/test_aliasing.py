@@ -166,17 +166,6 @@ def test_tying_makes_a_new_plan(mlp):
     assert aliased(mlp)
 
 
-@pytest.mark.parametrize("name", ["0", "new"])
-def test_a_module_put_in_later_is_taken_in_at_the_next_use(mlp, name):
-    """Replaced or added, its parameters get places, and the replaced ones lose theirs."""
-    flat = flatten(mlp)
-    mlp.add_module(name, nn.Linear(5, 7) if name == "0" else nn.Linear(3, 2))
-    mlp(torch.ones(1, 5)).sum().backward()
-    assert flat.grad_vector().any()
-    assert flat.numel == (72 if name == "0" else 72 + 8 + 4)
-    assert aliased(mlp)
-
-
 def test_parameters_are_added_and_removed(mlp):
     """In a module with or without parameters; also the last one of a module."""
     flat = flatten(mlp)
