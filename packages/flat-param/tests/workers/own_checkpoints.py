@@ -35,11 +35,11 @@ from _states import (
     values_of,
 )
 from torch import nn
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import flat_param
 from flat_param import CheckpointError, StateError
+from flat_param.checkpoint._files import CheckedWriter
 
 FOLDER = Path()
 UNUSED.append("yes")
@@ -351,22 +351,14 @@ class Full(OSError):
 @contextmanager
 def failing(fails: bool, name: str, error: type[OSError] = OSError) -> Iterator[None]:
     """A disk that is full."""
-    real = getattr(filesystem._FileSystemWriter, name)
 
     def full(*args: Any, **kwargs: Any) -> Any:
         raise error(28, "No space left on device")
 
-    from flat_param.checkpoint._files import CheckedWriter
-
-    mine = name == "finish"
-    owner = CheckedWriter if mine else filesystem._FileSystemWriter
-    real = getattr(owner, name)
-    if fails:
-        setattr(owner, name, full)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if fails:
+            patch.setattr(CheckedWriter, name, full)
         yield
-    finally:
-        setattr(owner, name, real)
 
 
 def check_async_save_is_of_its_call(rank: int, world: int) -> None:
