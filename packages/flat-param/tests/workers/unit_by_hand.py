@@ -68,19 +68,6 @@ def check_freed_units_are_gathered_in_their_turn(rank: int, world: int) -> None:
     assert seen == [[False, True, True], [True, True, False], [True, False, False]]
 
 
-def check_steps_where_a_rank_has_no_piece_are_seen(rank: int, world: int) -> None:
-    """Every rank gathers again after a step, also one that has no part of the unit's parameter."""
-    layer = nn.Linear(4, 4, bias=False)
-    model = fully_shard(layer, reshard_after_forward=False, boundary="tensor")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    x = torch.ones(2, 4)
-    model(x).sum().backward()
-    model(x)
-    optimizer.step()
-    whole = whole_state(model)["weight"]
-    assert torch.equal(model(x), nn.functional.linear(x, whole))
-
-
 def check_changes_of_shown_parameters_are_lost(rank: int, world: int) -> None:
     """As with FSDP2, where ranks have pieces; the next forward has the optimizer's values."""
     (ids,) = batches(world, 1)
