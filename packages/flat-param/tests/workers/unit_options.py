@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from _harness import (
     WAYS,
-    Model,
     batches,
     distance,
     loss_of,
@@ -94,15 +93,6 @@ def check_init_fn_that_changes_a_parameter_is_refused_by_name(rank: int, world: 
         "'weight' has shape, dtype and requires_grad ((4, 4), torch.float32, False) after init_fn",
         lambda: fully_shard(model, init_fn=freeze),
     )
-
-
-def check_class_and_names_stay(rank: int, world: int) -> None:
-    """Class and names stay."""
-    model = sharded()
-    assert isinstance(model, Model)
-    assert isinstance(model, flat_param.ShardedModule)
-    names = [name for name, _ in model.named_parameters()]
-    assert names == [name for name, _ in plain().named_parameters()]
 
 
 def tied_layers() -> nn.Sequential:
