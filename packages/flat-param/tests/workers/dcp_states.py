@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 from _harness import raises, stepping
 from _states import (
     fsdp2,
-    full_values,
     optimizer_of,
     plain,
     plain_values,
@@ -133,19 +132,6 @@ def check_async_save_beside_training(rank: int, world: int) -> None:
     saved.result()
     load(model, optimizer, path)
     same(values_of(model, optimizer), truth(3))
-
-
-def check_full_state_is_plain(rank: int, world: int) -> None:
-    """Whole plain tensors, on rank 0 alone with `cpu_offload`."""
-    for boundary, offloaded in (("element", False), ("row", True)):
-        model, optimizer = trained(3, boundary=boundary)
-        state = state_of(model, optimizer, full_state_dict=True, cpu_offload=offloaded)
-        if offloaded and rank:
-            assert not state["model"]
-            continue
-        same(full_values(state, model), truth(3))
-        kinds = {type(value) for value in full_values(state, model).values()}
-        assert kinds == {torch.Tensor}, kinds
 
 
 def check_full_state_is_taken(rank: int, world: int) -> None:
