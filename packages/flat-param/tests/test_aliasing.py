@@ -89,16 +89,11 @@ class Slicing(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("which", ["beside a sharded one", "flat"])
-def test_a_forward_that_slices_a_list_of_modules_compiles_whole(mlp, which, group_of_one):
+def test_slicing_a_list_compiles_beside_a_sharded_module(mlp, group_of_one):
     """With `fullgraph=True`, twice, without another compilation."""
     torch._dynamo.reset()
-    model = Slicing()
-    if which == "beside a sharded one":
-        fully_shard(mlp)
-    else:
-        flatten(model)
-    graphs = []
+    model, graphs = Slicing(), []
+    fully_shard(mlp)
 
     def count(graph, example):
         graphs.append(graph)
