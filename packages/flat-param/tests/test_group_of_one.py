@@ -35,14 +35,14 @@ OF_ITS_OWN_DTYPE = {
 """Claims that compare bits, bytes or outputs with the plain module's."""
 
 
+def _text(script: str) -> str:
+    return (WORKERS / f"{script}.py").read_text(encoding="utf-8")
+
+
 def _claims(*scripts: str) -> list[tuple[str, str]]:
     """Every `check_<claim>` of some scripts; files of two ranks say which there have to be."""
-    texts = {script: (WORKERS / f"{script}.py").read_text(encoding="utf-8") for script in scripts}
-    return [
-        (script, claim)
-        for script, text in texts.items()
-        for claim in re.findall(r"^def check_(\w+)\(", text, re.MULTILINE)
-    ]
+    found = re.compile(r"^def check_(\w+)\(", re.MULTILINE).findall
+    return [(script, claim) for script in scripts for claim in found(_text(script))]
 
 
 def _but_for(left_out: Iterable[str], claims: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -52,15 +52,8 @@ def _but_for(left_out: Iterable[str], claims: list[tuple[str, str]]) -> list[tup
 
 
 CLAIMS = _but_for(NOT_HERE, _claims(*OF_UNITS))
-OF_SHARDED = [
-    script
-    for script in OF_UNITS
-    if re.search(
-        r"^from _harness import [^)]*\bsharded\b",
-        (WORKERS / f"{script}.py").read_text(encoding="utf-8"),
-        re.MULTILINE,
-    )
-]
+MAKES_THEM = re.compile(r"^from _harness import [^)]*\bsharded\b", re.MULTILINE)
+OF_SHARDED = [script for script in OF_UNITS if MAKES_THEM.search(_text(script))]
 """Scripts whose models are the harness's, so that a test can have them compute in another dtype."""
 
 
