@@ -79,10 +79,6 @@ WRONG_CALLS: dict[str, tuple[Any, str]] = {
     ),
     "divide by a text": (lambda m: m.set_gradient_divide_factor("2"), "Pass a number above 0"),
     "DDP around it": (nn.parallel.DistributedDataParallel, "Leave DDP out, since backward"),
-    "shard a script": (
-        lambda _: fully_shard(torch.jit.ScriptModule()),
-        "Shard the module that it was made from",
-    ),
     "shard without shapes": (lambda _: fully_shard(nn.LazyLinear(2)), "Run one forward first"),
     "shard in inference mode": (lambda _: _shard_in_inference_mode(), "use torch.no_grad() there"),
     "step copies": (

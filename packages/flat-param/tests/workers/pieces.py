@@ -275,7 +275,7 @@ def check_whole_tensors_beside_pieces(rank: int, world: int) -> None:
     text = "mul_ with a whole tensor was called with parameter 'weight' of unit '0'"
     for other in (mask, mask[0], mask[:, :1]):
         raises(flat_param.ParameterError, text, lambda other=other: grad.mul_(other))
-    grad[:] = grad.full_tensor() * mask
+    grad.copy_(grad.full_tensor() * mask)
     assert torch.allclose(grad.full_tensor(), reference[0].weight.grad * mask)  # type: ignore[operator]
 
 

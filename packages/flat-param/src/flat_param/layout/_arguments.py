@@ -86,12 +86,6 @@ def modules_of(modules: object) -> tuple[nn.Module, ...]:
 
 def _check_params(module: nn.Module) -> None:
     """Refuse parameters that cannot be moved into a buffer."""
-    if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
-        raise StateError(
-            f"flat_param.fully_shard: {type(module).__name__} is or has a ScriptModule, but its "
-            "parameters cannot be replaced. Shard the module that it was made from, and use "
-            "torch.compile."
-        )
     for name, param in module.named_parameters():
         if is_lazy(param):
             raise ParameterError(

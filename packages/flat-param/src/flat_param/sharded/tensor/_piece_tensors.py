@@ -336,15 +336,10 @@ def _other(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         return _reduce(name, pieces, args, kwargs)
     if name in ("__getitem__", "narrow") and isinstance(pieces[0][1], JoinedPieces):
         return _local(name, func, args, kwargs)
-    is_piece = bool(args) and isinstance(args[0], (Piece, PieceParameter))
-    if name == "__getitem__" and not is_piece:
+    if name == "__getitem__" and not isinstance(args[0], (Piece, PieceParameter)):
         return _elementwise(name, func, args, kwargs)  # a table, with an index for each element
     if name == "__getitem__" and _takes_all(args[1], args[0]):
         return _marked(_local(name, func, args, kwargs), args[0])
-    if name == "__setitem__" and is_piece and _takes_all(args[1], args[0]):
-        if isinstance(args[2], Tensor):
-            return _elementwise("copy_", Tensor.copy_, (args[0], args[2]), kwargs)
-        return _local("fill_", Tensor.fill_, (args[0], args[2]), kwargs)
     if name in _IN_BLOCKS and all(
         isinstance(piece, ParamPiece) and piece.has_whole_blocks for _, piece in pieces
     ):

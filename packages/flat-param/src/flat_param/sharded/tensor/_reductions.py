@@ -47,11 +47,6 @@ class TrialShape(tuple[int, ...]):
         Trial.called.add("size")
         return super().__iter__()
 
-    def numel(self) -> int:
-        """The number of elements, as of a `torch.Size`."""
-        Trial.called.add("numel")
-        return math.prod(super().__iter__())
-
 
 def over_ranks(name: str, piece: Part, value: Tensor, op: Any) -> Tensor:
     """Reduce a value, of any shape, over the ranks that have elements of the tensor. Collective."""
