@@ -150,6 +150,33 @@ def test_interrupt_while_gradients_are_held_gives_them_back(
         assert not _step._being_fitted
 
 
+@pytest.mark.parametrize("name", ["_end", "_put_back"])
+def test_interrupt_before_everything_is_put_back_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """At the beginning of the functions that are called at the end."""
+    model, numbers = stack(1), count(1)
+    real = getattr(_rollback.Rollback, name)
+
+    def interrupted(rollback: _rollback.Rollback) -> None:
+        if next(numbers) == 1:
+            raise KeyboardInterrupt
+        real(rollback)
+
+    grads = {}
+    for each, parameter in model.named_parameters():
+        grads[each] = parameter.grad = torch.ones_like(parameter)
+    torch.manual_seed(5)
+    monkeypatch.setattr(_rollback.Rollback, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fit_(model, BATCH, "85%")
+    drawn = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(1))
+    assert all(p.grad is grads[each] for each, p in model.named_parameters())
+    assert own_forwards(model) == []
+
+
 @pytest.mark.parametrize("at", range(3, 10, 2))
 def test_an_interrupt_while_everything_is_put_back_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, at: int

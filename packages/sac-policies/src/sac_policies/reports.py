@@ -223,7 +223,8 @@ def report(function: Callable[..., Any], *args: Any, policy: PolicyLike, **kwarg
     reading = Reading(wanted, _row, is_full=True)
     own = own_arguments(kwargs)
     given = (*args, *own.values())
-    with Rollback(function, *given, tensors=tensors_behind(given)) as rollback, rollback.watching():
+    rollback = Rollback(function, *given, tensors=tensors_behind(given))
+    with rollback.entered(), rollback.watching():
         tape, out = reading.read(function, args, own)
     held = tape.held_bytes()
     del out

@@ -184,7 +184,7 @@ class Step:
         Raises:
             BudgetError: `make_batch` or `reset` raises, or the shapes of batches differ.
         """
-        with self._rollback:
+        with self._rollback.entered():
             for _ in range(2):
                 self._prepare()
             self.check_data()

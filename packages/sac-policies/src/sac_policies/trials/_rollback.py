@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ._objects import Objects
 from ._writes import Writes
 
 
-class Rollback(AbstractContextManager["Rollback"]):
+class Rollback:
     """Puts back what trials change: memory, gradients, attributes, hooks, random numbers.
 
     Args:
@@ -40,8 +40,22 @@ class Rollback(AbstractContextManager["Rollback"]):
     def __init__(self, *roots: Any, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._roots, self._given = roots, list(tensors)
         self.optimizers: list[torch.optim.Optimizer] = []
+        self._is_inside, self._until = False, ExitStack()
 
-    def __enter__(self) -> Rollback:
+    @contextmanager
+    def entered(self) -> Iterator[Rollback]:
+        """Put everything back at the end, also what an interrupt has left half done."""
+        try:
+            self._begin()
+            yield self
+        finally:
+            try:
+                self._end()
+            except BaseException:  # also Ctrl-C, once
+                self._end()
+                raise
+
+    def _begin(self) -> None:
         self._has_watched = self._has_graph = False
         own = (getattr(each, "__self__", each) for each in self._roots)  # of a bound forward
         modules = [each for each in own if isinstance(each, nn.Module)]
@@ -55,21 +69,17 @@ class Rollback(AbstractContextManager["Rollback"]):
             for module in (each for one in modules for each in compiled_in(one)):
                 self._writes.copy(_of(module))
         self._generators, self._objects = Generators(), Objects(self._roots)
-        self._until = ExitStack()
-        try:
-            self._until.callback(self._put_back_twice)
-            self._until.enter_context(no_optimizer_steps(self.optimizers))
-            self._until.enter_context(torch.enable_grad())
-            self._hold(self._parameters)
-        except BaseException:  # Python does not call __exit__ then
-            self.__exit__()
-            raise
-        return self
+        self._is_inside = True
+        self._until.enter_context(no_optimizer_steps(self.optimizers))
+        self._until.enter_context(torch.enable_grad())
+        self._hold(self._parameters)
 
-    def __exit__(self, *error: Any) -> None:
-        try:
-            self._until.close()
-        finally:  # copies of memory would stay alive with whoever holds this context
+    def _end(self) -> None:
+        self._until.close()
+        if self._is_inside:
+            self._put_back()
+            self._is_inside = False
+            # Copies of memory would stay alive with this object.
             self._parameters, self._tensors, self._grads = [], [], {}
             self._writes, self._hooks = Writes(), HooksOff()
             del self._objects, self._generators
@@ -122,13 +132,6 @@ class Rollback(AbstractContextManager["Rollback"]):
             if each.grad is not None:
                 self._tensors.append(_Tensor(each.grad))
             each.grad = None
-
-    def _put_back_twice(self) -> None:
-        try:
-            self._put_back()
-        except BaseException:  # also Ctrl-C, once
-            self._put_back()
-            raise
 
     def _put_back(self) -> None:
         self.restore()
