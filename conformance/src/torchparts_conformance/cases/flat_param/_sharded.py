@@ -92,11 +92,15 @@ def train(model: nn.Module, shares: list[Tensor]) -> None:
 
 
 def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    """Return the largest difference of two state dicts, infinite if their keys differ."""
-    if list(first) != list(second):
+    """Return the largest difference of two state dicts; NaN is kept.
+
+    It is infinite if keys or shapes differ.
+    """
+    shapes = [[(name, each.shape) for name, each in state.items()] for state in (first, second)]
+    if shapes[0] != shapes[1]:
         return float("inf")
     pairs = zip(first.values(), second.values(), strict=True)
-    return max((a - b).abs().max().item() for a, b in pairs)
+    return torch.stack([(a - b).abs().max().double() for a, b in pairs]).max().item()
 
 
 def stepped(module: nn.Module) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from torch import nn
 from torchparts_conformance import requirement
 from torchparts_conformance.cases._devices import lag, no_races
 from torchparts_conformance.cases.flat_param._sharded import (
+    distance,
     most_ranks,
     place,
     whole_state,
@@ -56,12 +57,6 @@ def _expected(where, world_size, micro_batches):
     return whole_state(model)
 
 
-def _distance(model, expected):
-    found = whole_state(model)
-    assert list(found) == list(expected)
-    return max((found[name] - expected[name]).abs().max().item() for name in expected)
-
-
 def _far_ahead(part, rank, world_size, kind, way):
     """Distance to training in one process, with the device far behind."""
     where, options = place(kind, rank)
@@ -81,7 +76,7 @@ def _far_ahead(part, rank, world_size, kind, way):
                     batch = data[step * micro_batches + micro]
                     model(batch).square().mean().backward()
             optimizer.step()
-        return _distance(model, _expected(where, world_size, micro_batches))
+        return distance(whole_state(model), _expected(where, world_size, micro_batches))
 
 
 @requirement(
@@ -95,5 +90,5 @@ def _far_ahead(part, rank, world_size, kind, way):
 @pytest.mark.parametrize("way", ["freed", "kept", "microbatches"])
 def test_steps_with_the_host_far_ahead(part, device, ranks, way):
     """Parameters resharded after forward or kept, and two microbatches."""
-    for distance in ranks(most_ranks(device), _far_ahead, device, way):
-        assert distance < 1e-6
+    for away in ranks(most_ranks(device), _far_ahead, device, way):
+        assert away < 1e-6
