@@ -68,12 +68,6 @@ def reduced(rank):
     return grad.sum().item(), grad.norm().item()
 
 
-def first_ranks_values(rank):
-    """The initial values of a module with different values on each rank."""
-    trained = layer(1 + rank, sync_module_states=True)
-    return whole(trained)
-
-
 def whole(trained):
     """Full values, from the shards of all ranks."""
     with trained.whole_params():
@@ -154,7 +148,6 @@ CALLS = {
     "norm of each rank's own": (norm_of_own, (), 4.0),
     "overflow": (overflow, (), 1.0),
     "reductions": (reduced, (), (1.5 * WIDTH, 1.5 * math.sqrt(WIDTH))),
-    "first rank's values": (first_ranks_values, (), plain()),
     "whole values": (lambda rank: whole(layer()), (), plain()),
     "by hand": (lambda rank: by_hand(rank, later=False), (), plain()),
     "by hand, later": (lambda rank: by_hand(rank, later=True), (), plain()),

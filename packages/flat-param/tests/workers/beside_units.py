@@ -180,16 +180,4 @@ def check_norm_is_that_of_whole_gradients(rank: int, world: int) -> None:
     assert model.clip_grad_norm_(10.0) < norm
 
 
-def check_first_ranks_values_are_given_to_all(rank: int, world: int) -> None:
-    """Buffers that are DTensors too, over the ranks that share the unit."""
-    mesh = mesh_of(world)
-    model = Model(mesh["tp"])
-    row = mesh["dp"].get_local_rank()
-    with torch.no_grad():
-        model.table.mul_(row + 1)
-    others = {param for param in model.parameters() if isinstance(param, DTensor)}
-    flat_param.fully_shard(model, mesh=mesh["dp"], ignored_params=others, sync_module_states=True)
-    assert torch.equal(whole(model.table), Model(None).table)
-
-
 run = checks(globals(), "ROWS")

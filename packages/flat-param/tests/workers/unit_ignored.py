@@ -125,7 +125,7 @@ def check_gradients_are_one_processes(rank: int, world: int) -> None:
 
 
 def check_nothing_is_done_to_them(rank: int, world: int) -> None:
-    """They are not cast, broadcast, initialised or moved, on meta or not; others are."""
+    """They are not cast, initialised or moved, on meta or not; others are."""
     for is_meta in (False, True):
         layer = build().first
         if is_meta:
@@ -136,7 +136,6 @@ def check_nothing_is_done_to_them(rank: int, world: int) -> None:
         fully_shard(
             layer,
             ignored_params=[layer.scale, layer.shift],
-            sync_module_states=True,
             init_fn=lambda module: [nn.init.ones_(each) for each in module.parameters(False)],
             mp_policy=MixedPrecisionPolicy(torch.float64),
         )

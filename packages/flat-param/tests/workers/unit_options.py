@@ -54,12 +54,6 @@ def check_meta_init_equals_plain_init(rank: int, world: int) -> None:
     same_bits(whole_state(model), whole_state(reference))
 
 
-def check_first_rank_can_speak_for_all(rank: int, world: int) -> None:
-    """First rank can speak for all."""
-    model = fully_shard(plain(seed=rank), sync_module_states=True)
-    assert distance(whole_state(model), plain(seed=0).state_dict()) == 0
-
-
 def check_bad_calls_are_refused_before_anything_changes(rank: int, world: int) -> None:
     """Bad calls are refused before anything changes."""
     model = sharded()

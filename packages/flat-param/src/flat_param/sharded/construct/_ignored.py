@@ -1,7 +1,7 @@
 """Ignored parameters: every rank keeps them as in the plain module.
 
-- They are not sharded, gathered, moved, initialised, broadcast or cast, and their gradients are not
-  reduced. An outer unit also ignores the parameters that an inner unit ignores.
+- They are not sharded, gathered, moved, initialised or cast, and their gradients are not reduced.
+  An outer unit also ignores the parameters that an inner unit ignores.
 - The gradient of an ignored parameter may depend on unsharded parameters, so a unit waits for it
   before resharding. It may belong to a backward of another loss, which other ranks may not run, so
   it starts no backward pass.

@@ -1,16 +1,14 @@
-"""Initialise parameters on meta, broadcast values, and move buffers, before a module is sharded."""
+"""Initialise parameters on meta, and move buffers, before a module is sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from ..._errors import ParameterError, StateError
 from ..._torch_compat import post_accumulate_grad_hooks
-from ...buffers._dtensors import local_of
-from ...comm._comm import Communicator
 from ..tensor._param_piece import mark_replaced
 
 
@@ -116,13 +114,3 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
         for key, buffer in owner._buffers.items():
             if buffer is not None and buffer.device.type == "cpu":
                 owner._buffers[key] = moved.setdefault(id(buffer), buffer.to(device))
-
-
-@torch.no_grad()
-def broadcast_module(module: nn.Module, params: Sequence[Tensor], *comms: Communicator) -> None:
-    """Give every rank the first rank's parameters and buffers. Collective."""
-    for tensor in (*params, *map(local_of, module.buffers())):
-        whole = tensor.detach().contiguous()
-        for comm in comms:
-            comm.broadcast(whole).wait()
-        tensor.copy_(whole)

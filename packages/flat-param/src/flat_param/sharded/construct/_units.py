@@ -41,7 +41,7 @@ from ..unit._segment import ShardedSegment
 from ..unit._strays import watch_registrations
 from ..unit._unit import ParamSite, Unit
 from ._ignored import find_ignored, outside_units
-from ._materialize import broadcast_module, check_init, materialize, move_buffers
+from ._materialize import check_init, materialize, move_buffers
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -59,7 +59,6 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     boundary: Boundary = "element",
     init_fn: Callable[[nn.Module], None] | None = None,
-    sync_module_states: bool = False,
     shard_placement_fn: None = None,
 ) -> M:
     """Shard a module's parameters over ranks, in place, and return the module.
@@ -88,7 +87,6 @@ def fully_shard(
             `by_name`, for each parameter.
         init_fn: called on each module whose meta parameters have been allocated; default:
             its own `reset_parameters`. Tensors of the module that have values keep them.
-        sync_module_states: start from the first rank's parameters and buffers.
         shard_placement_fn: refused: shards are ranges of a flat buffer and cut no dimension.
 
     Returns:
@@ -106,10 +104,7 @@ def fully_shard(
             be built again.
     """
 
-    settings = {
-        "reshard_after_forward": reshard_after_forward,
-        "sync_module_states": sync_module_states,
-    }
+    settings = {"reshard_after_forward": reshard_after_forward}
 
     def plan() -> tuple[_UnitPlan, list[str]]:
         modules = modules_of(module)
@@ -128,9 +123,6 @@ def fully_shard(
     schedule = Schedule()
     comms = groups.comms(log=schedule.log)
     move_buffers(root, planned.device)
-    if sync_module_states:
-        values = [local_of(param) for param in params.values()]
-        broadcast_module(root, values, comms.reduce, comms.replicate)
     with without_torch_function():
         unit = _make_unit(planned, params, comms, schedule)
     unit.frees_after_forward = reshard_after_forward
