@@ -199,7 +199,7 @@ def accelerate_alone() -> None:
 
 
 def trainer(plugin: str) -> None:
-    """`Trainer` with FSDP2 trains, saves and resumes; without it, it is refused."""
+    """`Trainer` with FSDP2 trains, generates, saves, resumes; without it, it is refused."""
     import transformers
 
     def run(folder: Path, resume: str | None = None) -> Any:
@@ -224,6 +224,7 @@ def trainer(plugin: str) -> None:
         with fsdp_plugin(trained.accelerator, "SHARDED_STATE_DICT"):
             trained.is_fsdp_enabled = True
             trained.train(resume_from_checkpoint=resume)
+        assert model.generate(IDS[:1, :3], max_new_tokens=2, pad_token_id=0).shape == (1, 5)
         return whole(model)
 
     with one_folder() as folder, warnings.catch_warnings():

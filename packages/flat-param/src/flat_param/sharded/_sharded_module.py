@@ -86,6 +86,46 @@ class ReductionHandle:
         """Return at once."""
 
 
+class ForwardMethodCall:
+    """A call of a method that torch's `register_fsdp_forward_method` has registered.
+
+    torch calls the two methods around it, and refers to this object until it is over, also by an
+    error. Other methods of FSDP2's modules read attributes, which are refused.
+    """
+
+    __slots__ = ("_depth", "_schedule")
+
+    def __init__(self) -> None:
+        self._schedule: Any = None
+        self._depth = 0
+
+    def _pre_forward(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._schedule = schedule = module._flat_param_schedule
+        self._depth = schedule.depth
+        found: tuple[tuple[Any, ...], dict[str, Any]]
+        found = schedule.pre_forward(schedule, module._flat_param, args, kwargs)
+        return found
+
+    def _post_forward(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
+        schedule = self._schedule
+        output = schedule.post_forward(schedule, module._flat_param, module, output)
+        self._schedule = None
+        return output
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StateError(
+            f"flat_param.fully_shard: a method of FSDP2's modules reads {name}, which sharded "
+            "modules do not have. See ShardedModule for their methods, or use "
+            "torch.distributed.fsdp.fully_shard."
+        )
+
+    def __del__(self) -> None:
+        if self._schedule is not None:
+            self._schedule.stop(self._depth)
+
+
 class ShardedModule(nn.Module):
     """What `fully_shard` adds to a module's class. Do not create it by hand.
 
@@ -106,7 +146,8 @@ class ShardedModule(nn.Module):
         """Make a method run like a call of the module, with full parameters. Collective.
 
         For methods that compute without calling the module, such as `encode` of an autoencoder.
-        FSDP2 calls this `register_fsdp_forward_method`. Registering one twice does nothing more.
+        torch's `register_fsdp_forward_method` does the same. Registering one twice does nothing
+        more.
 
         Args:
             name: of a method of the module's class.
@@ -212,13 +253,8 @@ class ShardedModule(nn.Module):
         unshards = checked_flag(unshard_in_backward, "set_unshard_in_backward")
         self._flat_param.unshards_in_backward = unshards
 
-    def _get_fsdp_state(self) -> NoReturn:
-        raise StateError(
-            f"flat_param.fully_shard: {type(self).__name__} does not have this method of FSDP2's "
-            "modules. Instead of register_fsdp_forward_method call the module's own "
-            "register_forward_method. See ShardedModule for its methods, or use "
-            "torch.distributed.fsdp.fully_shard."
-        )
+    def _get_fsdp_state(self) -> ForwardMethodCall:
+        return ForwardMethodCall()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether full parameters are freed between forward and backward.
