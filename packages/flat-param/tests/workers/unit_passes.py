@@ -143,3 +143,30 @@ def check_a_loss_of_an_input_alone_sends_nothing(rank: int, world: int) -> None:
             if not after:
                 loss.backward()
     same_grads(model, reference)
+
+
+class Branches(nn.Module):
+    """A frozen layer after an inner unit, and a scaled input that is used last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(batch, 4)` to the same."""
+        return self.frozen(self.inner(x.detach())) + x * self.scale
+
+
+def check_frozen_weights_stay_for_units_inside(rank: int, world: int) -> None:
+    """The gradients of the unit and of its input come before a frozen weight is read."""
+    for around in (nn.Identity(), nn.Linear(4, 4)):
+        torch.manual_seed(0)
+        reference = nn.Sequential(around, Branches())
+        model = copy.deepcopy(reference)
+        for module in (model[1].inner, model[1], model):  # type: ignore[union-attr]
+            fully_shard(module)
+        for module in (reference, model):
+            x = torch.full((2, 4), 0.5, requires_grad=True)
+            module(x).square().sum().backward()
+        same_grads(model, reference)
