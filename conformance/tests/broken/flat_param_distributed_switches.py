@@ -40,7 +40,7 @@ def order_of_sharding_is_not_named(part):
         try:
             return part.fully_shard(module, **options)
         except ValueError as error:
-            if "is divided already" not in str(error):
+            if "is sharded by fully_shard" not in str(error):
                 raise
             raise ValueError("cannot be sharded") from None
 
