@@ -44,6 +44,15 @@ RootMeanSquare = stepping(
 """Divides a norm by a power of the number of elements."""
 
 
+def _scaled(param: Tensor, *_: Any) -> None:
+    grad = param.grad / (param.grad.abs().max() + param.grad.std())  # type: ignore[union-attr]
+    param.sub_(grad * (param.norm() / param.shape.numel() ** 0.5))
+
+
+ScaledMeanSquare = stepping(_scaled)
+"""Asks before that for values that no elements do not have, and for the number by the shape."""
+
+
 class ByShape(torch.optim.SGD):
     """Steps matrices in another way than vectors, and tells them by their sizes."""
 
@@ -379,12 +388,13 @@ def check_lbfgs_steps_over_all_ranks(rank: int, world: int) -> None:
 
 def check_root_mean_squares_are_refused_before_a_step(rank: int, world: int) -> None:
     """`numel()` counts this rank's elements. On whole tensors it steps as on plain ones."""
-    _, model = pair()
-    backward(model)
-    before = whole_state(model)
-    step = RootMeanSquare(model.parameters()).step
-    raises(flat_param.ParameterError, "numel() counts the elements of this rank", step)
-    same_bits(whole_state(model), before)
+    for kind in (RootMeanSquare, ScaledMeanSquare):
+        _, model = pair()
+        backward(model)
+        before = whole_state(model)
+        step = kind(model.parameters()).step
+        raises(flat_param.ParameterError, "numel() counts the elements of this rank", step)
+        same_bits(whole_state(model), before)
     reference, model = pair(boundary="tensor")
     backward(reference, model)
     for each in (reference, model):

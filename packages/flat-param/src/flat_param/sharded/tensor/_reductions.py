@@ -47,6 +47,11 @@ class TrialShape(tuple[int, ...]):
         Trial.called.add("size")
         return super().__iter__()
 
+    def numel(self) -> int:
+        """As of a `torch.Size`, which cannot be a base class."""
+        Trial.called.add("numel")
+        return math.prod(super().__iter__())
+
 
 def over_ranks(name: str, piece: Part, value: Tensor, op: Any) -> Tensor:
     """Reduce a value, of any shape, over the ranks that have elements of the tensor. Collective."""
@@ -104,15 +109,20 @@ def reduce_piece(
     """The result of a reduction over all elements, for plain `local` elements. Collective."""
     if name == "mean":
         return _mean(piece, local, kwargs.get("dtype") or local.dtype)
+    if Trial.is_on and name in _TRIED:
+        Trial.called.add("reduction")
+        zero = local.new_zeros(())
+        return torch.return_types.aminmax((zero, zero)) if name == "aminmax" else zero
     if name == "aminmax":
         both = _extreme("amin", piece, local), _extreme("amax", piece, local)
         return torch.return_types.aminmax(both)
     if name in _EXTREMES:
         return _extreme(name, piece, local)
-    found, operator = getattr(torch, name)(local, *args, **kwargs), _OPERATORS.get(name)
+    found = getattr(torch, name)(local, *args, **kwargs)
     if isinstance(found, Tensor):
-        return over_ranks(name, piece, found, operator)
-    return bool(over_ranks(name, piece, torch.tensor(found, device=local.device), operator))
+        return over_ranks(name, piece, found, _OPERATORS[name])
+    value = torch.tensor(found, device=local.device)
+    return bool(over_ranks(name, piece, value, _OPERATORS[name]))
 
 
 def _extreme(name: str, piece: Part, local: Tensor) -> Tensor:
@@ -126,9 +136,6 @@ def _extreme(name: str, piece: Part, local: Tensor) -> Tensor:
 
 
 def _gathered(name: str, piece: Part, value: Tensor, comm: Communicator) -> Tensor:
-    if Trial.is_on:
-        Trial.called.add("reduction")
-        return value
     found = value.new_empty(comm.world_size * value.numel(), device=piece.device)
     with _named(name, piece):
         comm.all_gather(found, value.to(piece.device)).wait()
@@ -156,7 +163,10 @@ _EXTREMES = {"max": torch.amax, "amax": torch.amax, "min": torch.amin, "amin": t
 OF_WHOLE = frozenset({"prod", "nanmean", "std", "var", "histc"})
 """Reductions of the gathered tensor, which are rare: results of ranks do not give theirs."""
 
-REDUCTIONS = frozenset({"mean", "aminmax", *_OPERATORS, *_EXTREMES, *OF_WHOLE})
+_TRIED = frozenset({"aminmax", *_EXTREMES, *OF_WHOLE})
+"""Reductions that torch refuses for no elements, or warns of; a trial goes on with zero."""
+
+REDUCTIONS = frozenset({"mean", *_OPERATORS, *_TRIED})
 
 
 def check_all_ranks_search(pieces: Iterable[Part]) -> None:
